@@ -53,14 +53,18 @@ def current_commit():
 def parser_of(name, question):
     """The options of all questions, and those of one. A question may have other defaults."""
     parser = argparse.ArgumentParser(
-        prog=f"bench/run.py {name}", description=question.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"bench/run.py {name}",
+        description=question.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
     parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="part of a case's name; may be repeated")
-    parser.add_argument("--rounds", type=int, default=25, metavar="N", help="most samples per call; default %(default)s")
-    parser.add_argument("--sample-ms", type=float, default=300, metavar="X", help="time of all samples of a case; default %(default)s")
+    only_help, rounds_help = "part of a case's name; may be repeated", "most samples per call; default %(default)s"
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=only_help)
+    parser.add_argument("--rounds", type=int, default=25, metavar="N", help=rounds_help)
+    sample_help = "time of all samples of a case; default %(default)s"
+    parser.add_argument("--sample-ms", type=float, default=300, metavar="X", help=sample_help)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs; default 0")
     parser.add_argument("--dry-run", action="store_true", help="list the cases and measure nothing")
     if hasattr(question, "draw"):

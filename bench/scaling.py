@@ -163,10 +163,16 @@ def parser():
     parser.add_argument("--layers", type=int, default=32, metavar="N", help="compared layers; default 32")
     parser.add_argument("--two-passes", action="store_true", help="forward and backward, without given LSEs")
     parser.add_argument("--node-size", type=int, default=8, metavar="N", help="GPUs per node; default 8")
-    parser.add_argument("--node-link", type=float, default=50, metavar="X", help="GB/s per GPU between nodes; default 50: 400 Gb/s")
-    parser.add_argument("--nvlink", type=float, default=450, metavar="X", help="GB/s per GPU inside a node; default 450: NVLink 4")
+    parser.add_argument(
+        "--node-link", type=float, default=50, metavar="X", help="GB/s per GPU between nodes; default 50: 400 Gb/s"
+    )
+    parser.add_argument(
+        "--nvlink", type=float, default=450, metavar="X", help="GB/s per GPU inside a node; default 450: NVLink 4"
+    )
     parser.add_argument("--efficiency", type=float, default=0.8, metavar="X", help="of links; default 0.8")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FILE", help="measured rates; default peers.csv")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, metavar="FILE", help="measured rates; default peers.csv"
+    )
     return parser
 
 
@@ -176,8 +182,13 @@ SIZES = ((131072, 1), (131072, 8), (262144, 8), (262144, 16), (524288, 32), (104
 def main():
     asked = parser()
     given = asked.parse_args()
-    if min(given.heads, given.key_heads, given.dim, given.layers, given.node_size) < 1 or given.heads % given.key_heads:
-        asked.error(f"--key-heads={given.key_heads}: must divide --heads={given.heads}, and all sizes must be at least 1")
+    if (
+        min(given.heads, given.key_heads, given.dim, given.layers, given.node_size) < 1
+        or given.heads % given.key_heads
+    ):
+        asked.error(
+            f"--key-heads={given.key_heads}: must divide --heads={given.heads}, and all sizes must be at least 1"
+        )
     if not all(math.isfinite(rate) and rate > 0 for rate in (given.node_link, given.nvlink, given.efficiency)):
         asked.error("--node-link, --nvlink and --efficiency: must be positive numbers")
     model = Model(given.heads, given.key_heads, given.dim, given.layers)

@@ -47,8 +47,9 @@ class Shape:
         student = side(self.heads_s, self.key_heads_s, self.dim_s, self.dtype_s)
         batch = f"B={self.batch} " if self.batch > 1 else ""
         length = f"packed {'+'.join(map(str, self.packed))}" if self.packed else f"{batch}N={self.length}"
-        flags = [name.replace("_", " ") for name in ("teacher_gradients", "deterministic", "reverse") if getattr(self, name)]
-        options = [f"softcap {self.softcap:g}"] * bool(self.softcap) + flags
+        flags = "teacher_gradients", "deterministic", "reverse"
+        options = [name.replace("_", " ") for name in flags if getattr(self, name)]
+        options += [f"softcap {self.softcap:g}"] if self.softcap else []
         return ", ".join([f"{length} {self.mask}", f"teacher {teacher}", f"student {student}", *options])
 
     @property
@@ -110,6 +111,29 @@ def random_tensors(shape, device, query_std=1.0):
     return made
 
 
+def problem_of(shape):
+    """The fields of Problem, without gradients."""
+    longest, total = max(shape.packed, default=shape.length), sum(shape.packed)
+    return dict(
+        dtype_t=DTYPES[shape.dtype_t][0], dtype_s=DTYPES[shape.dtype_s][0], batch=len(shape.sequences),
+        len_q=longest, len_k=longest, heads_t=shape.heads_t, heads_s=shape.heads_s, key_heads_t=shape.key_heads_t,
+        key_heads_s=shape.key_heads_s, dim_t=shape.dim_t, dim_s=shape.dim_s, softcap_t=shape.softcap,
+        softcap_s=shape.softcap, causal=shape.causal, window_left=shape.window, deterministic=shape.deterministic,
+        packed=bool(shape.packed), total_q=total, total_k=total,
+    )  # fmt: skip
+
+
+def cu_seqlens_of(shape, device):
+    """None unless the shape is packed."""
+    ends = [end for *_, end in shape.sequences]
+    return torch.tensor([0, *ends], dtype=torch.int32, device=device) if shape.packed else None
+
+
+def pointers(cu_seqlens):
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    return {} if cu_seqlens is None else dict.fromkeys(names, cu_seqlens.data_ptr())
+
+
 class AttentionCalls(Calls):
     """The passes of a shape on one set of tensors, and their results."""
 
@@ -117,18 +141,12 @@ class AttentionCalls(Calls):
         device, rows = tensors["q_s"].device, tensors["q_s"].shape[2]
         gradients = (DQ_T | DK_T if shape.teacher_gradients else 0) | DQ_S | DK_S
         direction = KL_REVERSE if shape.reverse else KL_FORWARD
-        longest = max(shape.packed, default=shape.length)
-        super().__init__(
-            device, dtype_t=DTYPES[shape.dtype_t][0], dtype_s=DTYPES[shape.dtype_s][0], gradients=gradients,
-            direction=direction, batch=len(shape.sequences), len_q=longest, len_k=longest, heads_t=shape.heads_t,
-            heads_s=shape.heads_s, key_heads_t=shape.key_heads_t, key_heads_s=shape.key_heads_s, dim_t=shape.dim_t,
-            dim_s=shape.dim_s, softcap_t=shape.softcap, softcap_s=shape.softcap, causal=shape.causal,
-            window_left=shape.window, deterministic=shape.deterministic, packed=bool(shape.packed),
-            total_q=rows if shape.packed else 0, total_k=rows if shape.packed else 0,
-        )  # fmt: skip
-        self.shape, self.tensors, self.row_weight = shape, tensors, row_weight  # kept: the structs hold only addresses
+        super().__init__(device, gradients=gradients, direction=direction, **problem_of(shape))
+        self.shape = shape
+        self.tensors, self.row_weight = tensors, row_weight  # kept: the structs hold only addresses
         heads = {"t": shape.heads_t, "s": shape.heads_s}
-        needed = [lib.rows_needed(op, gradients, direction, 0, shape.group_size > 1) for op in (lib.BACKWARD, lib.FORWARD_BACKWARD)]
+        kind = gradients, direction, 0, shape.group_size > 1
+        needed = [lib.rows_needed(operation, *kind) for operation in (lib.BACKWARD, lib.FORWARD_BACKWARD)]
         of_forward, of_one_pass = needed[0] | lib.KL | lib.LSE_T | lib.LSE_S, (needed[1] & lib.DOT_T) | lib.KL
         self.rows = {
             name: torch.zeros((len(tensors["q_s"]), heads[side], rows), device=device)
@@ -136,10 +154,8 @@ class AttentionCalls(Calls):
         }  # fmt: skip
         trained = TENSORS if shape.teacher_gradients else TENSORS[2:]
         self.gradients = {f"d{name}": torch.empty_like(tensors[name]) for name in trained}
-        given, row = addresses(tensors), addresses(self.rows)
-        if shape.packed:
-            self.cu_seqlens = torch.tensor([0, *(end for *_, end in shape.sequences)], dtype=torch.int32, device=device)
-            given |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), self.cu_seqlens.data_ptr())
+        self.cu_seqlens = cu_seqlens_of(shape, device)
+        given, row = addresses(tensors) | pointers(self.cu_seqlens), addresses(self.rows)
         weight = {} if row_weight is None else {"grad_kl": address(row_weight)}
 
         def some(bits):

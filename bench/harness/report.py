@@ -33,8 +33,10 @@ def worst(errors):
 
 def errors_of(errors):
     """The columns of {result: relative error}: of dq_t and dq_s the larger one."""
-    kinds = dict.fromkeys(name.split("_")[0] for name in errors)
-    return {f"{kind}_error": f"{worst([errors[name] for name in errors if name.startswith(kind)]):.2e}" for kind in kinds}
+    kinds = {}
+    for name, error in errors.items():
+        kinds.setdefault(name.split("_")[0], []).append(error)
+    return {f"{kind}_error": f"{worst(found):.2e}" for kind, found in kinds.items()}
 
 
 def errors_text(errors):

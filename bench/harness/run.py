@@ -49,7 +49,7 @@ class Run:
         notes = [*result.wrong, *result.notes]
         rows = result.rows or [self.question.columns_of(case)]
         print(f"\n{case.name}" + (f": {case}" if str(case) != case.name else ""))
-        print("\n".join([*table(result.rows, self.question.SHOWN), *(f"  {line}" for line in [*result.lines, *notes])]))
+        print("\n".join(table(result.rows, self.question.SHOWN) + [f"  {line}" for line in result.lines + notes]))
         sys.stdout.flush()  # a later case may take long
         if self.given.csv:
             rows = [{**row, "note": "; ".join(filter(None, [row.get("note"), *notes]))} for row in rows]

@@ -128,9 +128,9 @@ def flex_composition(shape, device):
     """
     from torch.nn.attention import flex_attention as flex
 
-    has_aux, scale, mask = hasattr(flex, "AuxRequest"), shape.dim_s**-0.5, None
+    has_aux, scale, mask, length = hasattr(flex, "AuxRequest"), shape.dim_s**-0.5, None, shape.length
     if shape.causal:
-        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, shape.length, shape.length, device=device)
+        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
 
     @compiled
     def attend(q, k, v):

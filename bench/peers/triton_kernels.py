@@ -13,12 +13,13 @@ LOG2_E = 1.4426950408889634
 TILE = 128  # the largest tile below; divides all lengths
 
 # (queries, keys) of a tile, warps, stages; tuned once per DIM and CAUSAL
+TILES = [
+    (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2), (128, 32, 4, 3),
+    (64, 32, 4, 2),  # for GPUs with 99 KB of shared memory
+]  # fmt: skip
 CONFIGS = [
     triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
-    for rows, keys, warps, stages in (
-        (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 8, 2), (128, 32, 4, 3),
-        (64, 32, 4, 2),  # for GPUs with 99 KB of shared memory
-    )  # fmt: skip
+    for rows, keys, warps, stages in TILES
 ]
 
 

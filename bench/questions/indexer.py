@@ -94,7 +94,7 @@ def add_options(parser):
     parser.add_argument("--dim", type=int, default=128, metavar="N", help="size of a teacher head; default 128")
     parser.add_argument("--index-heads", type=int, default=32, metavar="N", help="index heads; default 32")
     parser.add_argument("--index-dim", type=int, default=128, metavar="N", help="size of an index head; default 128")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sparse: keys per row; default 0: all visible keys")
+    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sparse: keys per row; default 0: all")
     parser.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
     parser.add_argument("--no-naive", action="store_true", help="leave the naive code out")
     parser.set_defaults(sample_ms=600)
@@ -176,7 +176,10 @@ class IndexerCalls(Calls):
         gradients = lib.pack_gradients(dq_s=address(self.dq), dk_s=address(self.dk), dw_s=address(self.dw))
         self.calls = {
             FORWARD: [(lib.FORWARD, inputs, kl)],
-            STEP: [(lib.FORWARD, inputs, unknown), (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients)],
+            STEP: [
+                (lib.FORWARD, inputs, unknown),
+                (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients),
+            ],
         }
 
     def results(self):
@@ -299,7 +302,9 @@ def cudnn_rate(device, heads=16, length=8192, dim=128):
     """Forward of scaled_dot_product_attention by cuDNN with either mask."""
     method = Method(CUDNN)
     with refusing(method):
-        shapes = [Shape("", heads, heads, dim, heads, heads, dim, length=length, causal=causal) for causal in (True, False)]
+        shapes = [
+            Shape("", heads, heads, dim, heads, heads, dim, length=length, causal=causal) for causal in (True, False)
+        ]
         q, k, v, _ = random_tensors(shapes[0], device).values()
         method.kernel = f"{cudnn_version()}, {heads} heads of {dim}, N={length}"
         for shape in shapes:
@@ -323,7 +328,9 @@ class ExactRows:
         trained = [tensor.requires_grad_() for tensor in (q_s, k_s, w_s)]
         indices = tensors["indices"][0][:, rows] if case.top_k else None
         keys = torch.arange(case.length, device=q_t.device)
-        visible = keys <= rows[:, None] if case.causal else torch.ones_like(keys, dtype=torch.bool).expand(len(rows), -1)
+        visible = (
+            keys <= rows[:, None] if case.causal else torch.ones_like(keys, dtype=torch.bool).expand(len(rows), -1)
+        )
         options = (None, None, 0.0, True, False)  # scales, softcap, relu, reverse
         exact = reference.sequence_indexer_kl(q_t, k_t, *trained, indices, None, visible, *options)
         dq, dk, dw = torch.autograd.grad(exact.kl.sum(), trained)

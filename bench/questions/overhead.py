@@ -79,7 +79,8 @@ def shape_of(size, dtype):
 def c_call(calls):
     """The forward in C, with structs and memory that are ready."""
     ((operation, *structs),) = calls.calls[FORWARD]
-    workspace, stream = calls.workspace, torch.cuda.current_stream().cuda_stream if calls.device.type == "cuda" else None
+    workspace = calls.workspace
+    stream = torch.cuda.current_stream().cuda_stream if calls.device.type == "cuda" else None
     run = getattr(calls.library, RUN[operation])
     arguments = (calls.plan.handle, *structs, workspace.data_ptr(), workspace.numel(), stream)
     return lambda keep=calls: lib.check(run(*arguments))

@@ -45,7 +45,9 @@ COLUMNS = (
     "date gpu torch commit method kernel pass heads key_heads batch length packed dim mask ms fastest_ms tflops"
     " ours_ratio one_pass_ratio extra_bytes kl_error dq_error dk_error note"
 ).split()
-SHOWN = "method kernel pass ms fastest_ms tflops ours_ratio one_pass_ratio extra_bytes kl_error dq_error dk_error note".split()
+SHOWN = (
+    "method kernel pass ms fastest_ms tflops ours_ratio one_pass_ratio extra_bytes kl_error dq_error dk_error note"
+).split()
 STREAMKL, DENSE, DETERMINISTIC = "streamkl", "dense", "deterministic"  # our methods
 
 
@@ -68,14 +70,20 @@ def peer_names(text):
 
 def add_options(parser):
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
-    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; compares with as many key heads as heads")
-    parser.add_argument("--packed", type=numbers, default=[], metavar="LIST", help="lengths of packed sequences; compares with a dense batch")
-    parser.add_argument("--lengths", type=numbers, default=[8192], metavar="LIST", help="queries and keys; default 8192")
+    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="compares with one key head per head")
+    parser.add_argument("--packed", type=numbers, default=[], metavar="LIST", help="compares with a dense batch")
+    parser.add_argument(
+        "--lengths", type=numbers, default=[8192], metavar="LIST", help="queries and keys; default 8192"
+    )
     parser.add_argument("--dims", type=numbers, default=[64, 128], metavar="LIST", help="head sizes; default 64,128")
     parser.add_argument("--masks", choices=["full", "causal", "both"], default="both")
-    parser.add_argument("--peers", type=peer_names, default=list(PEERS), metavar="LIST", help="default: all; '' for none")
+    parser.add_argument(
+        "--peers", type=peer_names, default=list(PEERS), metavar="LIST", help="default: all; '' for none"
+    )
     parser.add_argument("--linearard", type=Path, metavar="DIR", help=f"also time LinearARD: DIR has {ENTRY}")
-    parser.add_argument("--deterministic", action="store_true", help="also time gradients with the same bits on every run")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="also time gradients with the same bits every time"
+    )
     parser.set_defaults(sample_ms=600)
 
 
@@ -85,7 +93,9 @@ def cases(given):
     if given.linearard and not (given.linearard / ENTRY).is_file():
         raise ValueError(f"--linearard={given.linearard}: must be a checkout of LinearARD, with {ENTRY}")
     if given.linearard and (given.packed or given.key_heads):
-        raise ValueError("--linearard: must be without --packed and --key-heads, which compare the library with itself")
+        raise ValueError(
+            "--linearard: must be without --packed and --key-heads, which compare the library with itself"
+        )
     key_heads, packed = given.key_heads or given.heads, tuple(given.packed)
     for length in [max(packed)] if packed else given.lengths:
         for dim in given.dims:
@@ -221,14 +231,17 @@ class Series:
     """The newest results of one GPU, head size and mask: {(method, pass): {length: row}}."""
 
     def __init__(self, rows, dims, masks):
-        dense = [row for row in rows if row["method"] in METHOD_STYLES and not row["packed"] and row["key_heads"] == row["heads"]]
+        plain = [row for row in rows if not row["packed"] and row["key_heads"] == row["heads"]]
+        dense = [row for row in plain if row["method"] in METHOD_STYLES]
         if not dense:
             raise ValueError("it has no results of a run with peers")
         self.gpu = dense[-1]["gpu"]
         self.dim = self.choose({int(row["dim"]) for row in dense if row["gpu"] == self.gpu}, reversed(dims), "--dims")
         found = {row["mask"] for row in dense if row["gpu"] == self.gpu and row["dim"] == str(self.dim)}
         self.mask = self.choose(found, ["causal", "full"] if masks == "both" else [masks], "--masks")
-        chosen = [row for row in dense if (row["gpu"], row["dim"], row["mask"]) == (self.gpu, str(self.dim), self.mask)]
+        chosen = [
+            row for row in dense if (row["gpu"], row["dim"], row["mask"]) == (self.gpu, str(self.dim), self.mask)
+        ]
         self.heads = chosen[-1]["heads"]
         self.rows, self.out_of_memory = {}, set()
         for row in chosen:  # later rows replace earlier ones
@@ -266,10 +279,11 @@ class Series:
 
 def speed_panels(series):
     """[(title, {method: {length: time as a multiple of StreamKL's in the same run}}, crossed methods)]"""
+    with_kl = METHOD_STYLES.keys() - ATTENTION
     panels = [
         ("forward", FORWARD, FORWARD, "ours_ratio", METHOD_STYLES),
         ("backward", BACKWARD, BACKWARD, "ours_ratio", METHOD_STYLES),
-        ("forward + backward, StreamKL in one pass", STEP, ONE_PASS, "one_pass_ratio", METHOD_STYLES.keys() - ATTENTION),
+        ("forward + backward, StreamKL in one pass", STEP, ONE_PASS, "one_pass_ratio", with_kl),
     ]
     for title, name, of_ours, column, methods in panels:
         lines = {

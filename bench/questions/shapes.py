@@ -124,7 +124,9 @@ def cases(given):
 
 def columns_of(shape):
     values = {name: getattr(shape, name) for name in SHAPE_COLUMNS}
-    return {"shape": shape.name} | {name: int(value) if type(value) is bool else value for name, value in values.items()}
+    return {"shape": shape.name} | {
+        name: int(value) if type(value) is bool else value for name, value in values.items()
+    }
 
 
 # ---- The calls -----------------------------------------------------------------------------------------------------
@@ -273,7 +275,9 @@ def draw(rows, given):
     shapes = newest(rows)
     gpu = next(iter(next(iter(shapes.values())).values()))["gpu"]
     shares = {
-        name: [rate_of_base(passes[name]) if passes.get(name, {}).get("base_ms") else 0.0 for passes in shapes.values()]
+        name: [
+            rate_of_base(passes[name]) if passes.get(name, {}).get("base_ms") else 0.0 for passes in shapes.values()
+        ]
         for name in (FORWARD, ONE_PASS)
     }
     title = "Useful TFLOP/s, as a share of the base shape's (longer is faster)"

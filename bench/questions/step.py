@@ -43,7 +43,10 @@ NO_LOSS, GIVEN, COMPUTED = "no loss", "LSEs given", "LSEs computed"
 CARRIED, GRADIENT_ONLY = "carried", "carried, no value"
 DISTILLER, FUSED_DISTILLER = "AttentionDistiller", "AttentionDistiller, fused"
 LAYERS, HUGGING_FACE = "layers", "hugging face"
-VARIANTS = {LAYERS: (NO_LOSS, GIVEN, COMPUTED, CARRIED, GRADIENT_ONLY), HUGGING_FACE: (NO_LOSS, DISTILLER, FUSED_DISTILLER)}
+VARIANTS = {
+    LAYERS: (NO_LOSS, GIVEN, COMPUTED, CARRIED, GRADIENT_ONLY),
+    HUGGING_FACE: (NO_LOSS, DISTILLER, FUSED_DISTILLER),
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ class Setup:
 
 SETUPS = [Setup(LAYERS, student, length) for length in (8192, 32768) for student in STUDENTS]
 SETUPS += [
-    Setup(HUGGING_FACE, student, length, checkpointing=length > 32768) for length in (16384, 65536) for student in STUDENTS
+    Setup(HUGGING_FACE, student, length, checkpointing=length > 32768)
+    for length in (16384, 65536)
+    for student in STUDENTS
 ]
 
 
@@ -97,7 +102,9 @@ def add_options(parser):
 
 
 def cases(given):
-    return [setup for setup in SETUPS if not given.quick or setup.student is not STUDENTS[2] and setup.length <= 16384]
+    return [
+        setup for setup in SETUPS if not given.quick or setup.student is not STUDENTS[2] and setup.length <= 16384
+    ]
 
 
 def columns_of(setup):
@@ -111,7 +118,8 @@ def attend(q, k, v, attention):
     """Causal attention and its LSE [batch, heads, length]. Key heads are expanded, as transformers does it."""
     group_size = q.shape[1] // k.shape[1]
     output, lse, *_ = ATTENTIONS[attention](q, *(tensor.repeat_interleave(group_size, 1) for tensor in (k, v)))
-    return output, lse.detach().flatten(2)[..., : q.shape[2]]  # some kernels round the length up, or add a dimension of 1
+    # Some kernels round the length up, or add a dimension of 1.
+    return output, lse.detach().flatten(2)[..., : q.shape[2]]
 
 
 # ---- Plain layers --------------------------------------------------------------------------------------------------------
@@ -137,7 +145,10 @@ class Layer(torch.nn.Module):
     def forward(self, x, teacher=None, **carried):
         """The output, and the queries, keys and LSE of the attention, which carries the KL to those of a `teacher`."""
         normed = self.norm(x)
-        q, k, v = (project(normed).unflatten(-1, (-1, self.model.dim)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        q, k, v = (
+            project(normed).unflatten(-1, (-1, self.model.dim)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
         if teacher is None:
             attended, lse = attend(q, k, v, self.attention)
         else:
@@ -167,9 +178,12 @@ class Stack(torch.nn.Module):
 def layer_steps(setup, device, attention):
     """{variant: call}: one step without an optimizer, whose time would make the share of the loss smaller."""
     with torch.device(device):
-        teacher, student = (Stack(model, setup.layers, attention).bfloat16() for model in (setup.teacher, setup.student))
+        teacher, student = (
+            Stack(model, setup.layers, attention).bfloat16() for model in (setup.teacher, setup.student)
+        )
         tokens_t, tokens_s = (
-            torch.randn(1, setup.length, model.hidden, dtype=torch.bfloat16) for model in (setup.teacher, setup.student)
+            torch.randn(1, setup.length, model.hidden, dtype=torch.bfloat16)
+            for model in (setup.teacher, setup.student)
         )
 
     def step(variant):

@@ -52,7 +52,9 @@ class Case:
 def add_options(parser):
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="default 8")
     parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
-    parser.add_argument("--length", type=int, default=131072, metavar="N", help="tokens of the whole sequence; default 131072")
+    parser.add_argument(
+        "--length", type=int, default=131072, metavar="N", help="tokens of the whole sequence; default 131072"
+    )
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
     parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; default: as many")
     parser.add_argument("--dim", type=int, default=128, metavar="N", help="head size; default 128")
@@ -77,7 +79,8 @@ class Split:
     def __init__(self, case, device):
         self.device, dtype = device, torch.float32 if device.type == "cpu" else torch.bfloat16
         shapes = [(1, case.length, count, case.dim) for count in (case.heads, case.key_heads) * 2]
-        self.tensors = (*(torch.randn(shape, device=self.device, dtype=dtype) for shape in shapes), None, None, None, None)
+        random = (torch.randn(shape, device=self.device, dtype=dtype) for shape in shapes)
+        self.tensors = (*random, *[None] * 4)
         self.options = Options(gradients=DQ_S | DK_S, causal=True)
         self.no_lengths = Lengths(None, None, None, None, None)
         layout = Layout(case.layout, case.ranks)
@@ -148,7 +151,8 @@ def measure(case, run):
     wrong += failures(timings)
     unsplit = timings["unsplit"].median
     rows = [
-        columns_of(case) | {"rank": place, **times_of(timing), "of_unsplit": rounded(ratio(timing.median, unsplit), ".4f")}
+        columns_of(case)
+        | {"rank": place, **times_of(timing), "of_unsplit": rounded(ratio(timing.median, unsplit), ".4f")}
         for place, timing in timings.items()
     ]
     lines = [f"sums over ranks: {errors_text(errors)}"]

@@ -78,7 +78,12 @@ def table_of(tree, name):
     """The rewritten table, by its first cell: the other cells of the line."""
     done = run_tables("--root", tree)
     assert done.returncode == 0, done.stderr
-    text = (tree / "docs/benchmarks.md").read_text().split(f"<!-- table: {name} -->")[1].split("<!-- end of table -->")[0]
+    text = (
+        (tree / "docs/benchmarks.md")
+        .read_text()
+        .split(f"<!-- table: {name} -->")[1]
+        .split("<!-- end of table -->")[0]
+    )
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {line[0]: line[1:] for line in lines}
 
@@ -118,7 +123,14 @@ def test_steps_fill_their_table(tree):
     append(path, **setup, variant="LSEs computed", ms=28, percent="40.0", peak_bytes=2**30, more_bytes=0)
     append(path, **setup, variant="carried, no value", ms=22, percent="10.0", peak_bytes=2**30)
     shown = table_of(tree, "step")
-    assert shown["layers, student 8/8 heads of 128, 8,192 tokens"] == ["20.0", "+25 %", "+40 %", "+10 %", "1 GiB", "1 MiB"]
+    assert shown["layers, student 8/8 heads of 128, 8,192 tokens"] == [
+        "20.0",
+        "+25 %",
+        "+40 %",
+        "+10 %",
+        "1 GiB",
+        "1 MiB",
+    ]
 
 
 def test_carried_gradients_fill_their_table(tree):

@@ -33,7 +33,10 @@ from questions import carried, indexer, peers, shapes, step, zigzag  # noqa: E40
         ("peers --peers fa3", "no fa3; must be of cudnn, fa2, triton, flex, compile, eager"),
         ("peers --heads 32 --key-heads 12", "--key-heads=12: must divide --heads=32"),
         ("peers --packed 128,0", "--packed"),
-        ("peers --linearard /nowhere", "--linearard=/nowhere: must be a checkout of LinearARD, with kernels/attention_KL/integration.py"),
+        (
+            "peers --linearard /nowhere",
+            "--linearard=/nowhere: must be a checkout of LinearARD, with kernels/attention_KL/integration.py",
+        ),
         ("indexer --length 0", "--length=0: must be at least 1"),
         ("indexer --top-k -1", "--top-k=-1: must be at least 0"),
         ("indexer --heads 64 --key-heads 5", "--key-heads=5: must divide --heads=64"),
@@ -72,7 +75,17 @@ def test_a_dry_run_lists_the_cases(capsys):
         assert len(capsys.readouterr().out.splitlines()) == count, arguments
 
 
-@pytest.mark.parametrize("question, name", [(peers, "peers"), (shapes, "shapes"), (carried, "carried"), (step, "step"), (indexer, "indexer"), (zigzag, "zigzag")])
+@pytest.mark.parametrize(
+    "question, name",
+    [
+        (peers, "peers"),
+        (shapes, "shapes"),
+        (carried, "carried"),
+        (step, "step"),
+        (indexer, "indexer"),
+        (zigzag, "zigzag"),
+    ],
+)
 def test_results_have_the_columns_of_their_question(question, name):
     """Rows of earlier runs stay readable, and new ones can be added."""
     path = Path(__file__).resolve().parents[2] / f"bench/results/{name}.csv"
@@ -157,12 +170,19 @@ def test_peers_have_medians_ratios_and_refusals():
     methods = [
         method.Method("streamkl", flops=flops, timings=timed(forward=1.0, backward=2.0)),
         method.Method("streamkl", flops=flops, timings=timed(one_pass=2.5)),
-        method.Method("flex", flops=flops, timings=timed(forward=4.0, backward=8.0), errors={"kl": 1e-3, "dq_s": float("nan")}),
+        method.Method(
+            "flex", flops=flops, timings=timed(forward=4.0, backward=8.0), errors={"kl": 1e-3, "dq_s": float("nan")}
+        ),
         method.Method("eager", refusal="CUDA out of memory"),
     ]
     rows = {(row["method"], row.get("pass", "")): row for row in peers.rows_of(methods, shape)}
     flex = rows["flex", BACKWARD]
-    assert (flex["ms"], flex["ours_ratio"], flex["one_pass_ratio"], flex["tflops"]) == ("8.0000", "0.25", "0.312", "0.5")
+    assert (flex["ms"], flex["ours_ratio"], flex["one_pass_ratio"], flex["tflops"]) == (
+        "8.0000",
+        "0.25",
+        "0.312",
+        "0.5",
+    )
     assert (flex["kl_error"], flex["dq_error"]) == ("1.00e-03", "nan")
     assert (rows["flex", STEP]["ours_ratio"], rows["flex", STEP]["one_pass_ratio"]) == ("0.25", "0.208")
     assert rows["eager", ""]["note"] == "not measured: CUDA out of memory"
@@ -181,7 +201,9 @@ def test_ratios_of_shapes_are_those_of_the_same_run():
     assert rows[shapes.FORWARD_GIVEN]["base_ratio"] == "0.5"
     assert rows[STEP]["ms"] == "10.2500" and rows[STEP]["base_ratio"] == "3.42"
     row = rows[FORWARD]
-    assert (row["dq_error"], row["dk_error"], row["kernel"]) == ("nan", "2.00e-03", "fast"), "the larger of both sides"
+    assert (row["dq_error"], row["dk_error"], row["kernel"]) == ("nan", "2.00e-03", "fast"), (
+        "the larger of both sides"
+    )
     assert row["tflops"] == f"{shape.flops(FORWARD) / 1.25e9:.1f}" and row["eager_ms"] == ""
     row = {**row, "tflops": f"{shapes.BASE.flops(FORWARD) / 2e9}", "base_ms": "1.0"}
     assert shapes.rate_of_base(row) == pytest.approx(0.5)
@@ -234,7 +256,10 @@ def test_a_run_goes_on_after_a_case_that_fails(tmp_path, capsys):
         return Result([{"case": case.name, "ms": "1"}], notes=["no peer"], wrong=wrong)
 
     question = SimpleNamespace(
-        COLUMNS=["date", "commit", "case", "ms", "note"], SHOWN=["ms"], measure=measure, columns_of=lambda case: {"case": case.name}
+        COLUMNS=["date", "commit", "case", "ms", "note"],
+        SHOWN=["ms"],
+        measure=measure,
+        columns_of=lambda case: {"case": case.name},
     )
     path = tmp_path / "new.csv"
     run = Run(question, SimpleNamespace(device="cpu", commit="C", seed=0, csv=path))
