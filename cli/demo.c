@@ -2,7 +2,7 @@
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
 #include "oracle.h"
-#include "cli/term/position_chart.h"
+#include "cli/term/term.h"
 #include "distill/random.h"
 #include "cli/common/resident.h"
 #include "cli/common/runner.h"
@@ -13,14 +13,14 @@
 #include <math.h>
 #include <stdlib.h>
 
-static const char doc[] = "Generate a synthetic teacher and student at a long context, compute their attention KL "
-                          "and the student's gradients "
-                          "by streaming, and compare the memory with that of the N x N matrices."
-                          "\vExamples:\n"
-                          "  streamkl demo\n"
-                          "  streamkl demo --context 65536           16 times the work, equal memory\n"
-                          "  streamkl demo --heads 4 --dim 128 --threads 1\n"
-                          "  streamkl demo --device cuda             on a GPU";
+static const char doc[] =
+    "Generate a synthetic teacher and student at a long context, compute their attention KL and the student's "
+    "gradients by streaming, and compare the memory with that of the N x N matrices."
+    "\vExamples:\n"
+    "  streamkl demo\n"
+    "  streamkl demo --context 65536           16 times the work, equal memory\n"
+    "  streamkl demo --heads 4 --dim 128 --threads 1\n"
+    "  streamkl demo --device cuda             on a GPU";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
@@ -29,33 +29,19 @@ typedef struct demo_request {
     skl_options options;
 } demo_request;
 
-enum { KEY_CONTEXT = OPTIONS_COMMAND_KEYS, KEY_HEADS, KEY_DIM, KEY_SEED };
-
-static const struct argp_option options[] = {
-    {"context", KEY_CONTEXT, "N", 0, "Queries and keys; default 16384", 0},
-    {"heads", KEY_HEADS, "N", 0, "Heads; default 1", 0},
-    {"dim", KEY_DIM, "N", 0, "Size of a head; default 64", 0},
-    {"seed", KEY_SEED, "N", 0, "Seed of the random tensors; default 1", 0},
+static const cli_option demo_options[] = {
+    {"context", "N", parse_count, offsetof(demo_request, context), "Queries and keys; default 16384"},
+    {"heads", "N", parse_count, offsetof(demo_request, heads), "Heads; default 1"},
+    {"dim", "N", parse_count, offsetof(demo_request, dim), "Size of a head; default 64"},
+    {"seed", "N", parse_int64, offsetof(demo_request, seed), "Seed of the random tensors; default 1"},
     {0},
 };
 
-static const option_field fields[] = {
-    {KEY_CONTEXT, parse_count, offsetof(demo_request, context)},
-    {KEY_HEADS, parse_count, offsetof(demo_request, heads)},
-    {KEY_DIM, parse_count, offsetof(demo_request, dim)},
-    {KEY_SEED, parse_int64, offsetof(demo_request, seed)},
-    {0, NULL, 0},
+static const option_group groups[] = {
+    {NULL, demo_options, 0},
+    {NULL, engine_options, offsetof(demo_request, options)},
+    {0},
 };
-
-static error_t parse_option(int key, char *text, struct argp_state *state)
-{
-    demo_request *const request = state->input;
-    if (key == ARGP_KEY_INIT)
-        state->child_inputs[0] = &request->options;
-    if (key == ARGP_KEY_ARG)
-        argp_error(state, "unexpected argument '%s'", text);
-    return options_store(fields, options, key, text, request);
-}
 
 /* ---- A teacher and a student -------------------------------------------------------------------------------- */
 
@@ -80,7 +66,7 @@ static skl_problem describe_problem(const demo_request *request)
 }
 
 /* One allocation for all tensors, resident before memory is measured. */
-static int allocate_tensors(demo_state *demo)
+static void allocate_tensors(demo_state *demo)
 {
     float **const matrices[] = {&demo->q_t, &demo->k_t, &demo->q_s, &demo->k_s, &demo->dq_s, &demo->dk_s};
     float **const vectors[] = {&demo->kl, &demo->lse_t, &demo->lse_s};
@@ -89,16 +75,15 @@ static int allocate_tensors(demo_state *demo)
     const size_t dim = (size_t)demo->problem.dim_s;
     size_t size;
     if (__builtin_mul_overflow(rows, (MATRIX_COUNT * dim + VECTOR_COUNT) * sizeof(float), &size))
-        return cli_fail(CLI_NO_MEMORY, "out of memory: %zu rows need more than 64 bits can count", rows);
+        cli_fail(CLI_NO_MEMORY, "out of memory: %zu rows need more than 64 bits can count", rows);
     demo->block = resident_allocate(size);
     if (demo->block == NULL)
-        return cli_fail(CLI_NO_MEMORY, "out of memory: the tensors need %s", cli_bytes_text((double)size).text);
+        cli_fail(CLI_NO_MEMORY, "out of memory: the tensors need %s", cli_bytes_text((double)size).text);
     float *next = demo->block;
     for (size_t m = 0; m < MATRIX_COUNT; m++, next += rows * dim)
         *matrices[m] = next;
     for (size_t v = 0; v < VECTOR_COUNT; v++, next += rows)
         *vectors[v] = next;
-    return CLI_OK;
 }
 
 /* The student is the teacher plus an error that grows along the context, like a student trained on short ones. */
@@ -134,7 +119,7 @@ static void connect_inputs(demo_state *demo)
     };
 }
 
-static int compute(demo_state *demo)
+static void compute(demo_state *demo)
 {
     const skl_problem *const problem = &demo->problem;
     const int64_t heads = problem->heads_s, length = problem->len_q, dim = problem->dim_s;
@@ -149,12 +134,10 @@ static int compute(demo_state *demo)
         .dq_s = skl_output_contiguous(demo->dq_s, heads, length, dim),
         .dk_s = skl_output_contiguous(demo->dk_s, heads, length, dim),
     };
-    const int exit_code = runner_forward(&demo->runner, &demo->inputs, &rows);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    runner_forward(&demo->runner, &demo->inputs, &rows);
     demo->inputs.lse_t = skl_input_contiguous(demo->lse_t, heads, length, 1);
     demo->inputs.lse_s = skl_input_contiguous(demo->lse_s, heads, length, 1);
-    return runner_backward(&demo->runner, &demo->inputs, &gradients);
+    runner_backward(&demo->runner, &demo->inputs, &gradients);
 }
 
 /* Compares the last queries with the float64 oracle: a smaller causal problem, bottom-right aligned. */
@@ -224,10 +207,9 @@ static void print_demo(const demo_state *demo)
     const skl_problem *const problem = &demo->problem;
     printf("%sAttention KL at a context of %" PRId64 "%s: synthetic teacher and student, %" PRId64
            " head%s of size %" PRId64 ", causal\n\n",
-           style.bold, problem->len_q, style.plain, problem->heads_s, problem->heads_s == 1 ? "" : "s",
-           problem->dim_s);
+           style.bold, problem->len_q, style.plain, problem->heads_s, cli_plural(problem->heads_s), problem->dim_s);
     printf("  KL(teacher || student) by query, mean %s%.6g%s\n", style.bold, mean_kl(demo), style.plain);
-    position_chart_print(stdout, demo->kl, demo->lse_s, problem->heads_s, problem->len_q);
+    term_position_chart(stdout, demo->kl, demo->lse_s, problem->heads_s, problem->len_q);
     printf("\n");
     print_costs(demo);
 
@@ -242,33 +224,19 @@ static void print_demo(const demo_state *demo)
     printf("  streamkl bench                   comparison with a baseline that stores the matrices\n");
 }
 
-static int run_demo(demo_state *demo, const demo_request *request)
-{
-    demo->problem = describe_problem(request);
-    int exit_code = runner_open(&demo->runner, &demo->problem, &request->options);
-    if (exit_code == CLI_OK)
-        exit_code = allocate_tensors(demo);
-    if (exit_code != CLI_OK)
-        return exit_code;
-    fill_tensors(demo, (uint64_t)request->seed);
-    connect_inputs(demo);
-    exit_code = compute(demo);
-    if (exit_code == CLI_OK)
-        print_demo(demo);
-    return exit_code;
-}
-
 int cmd_demo(int argc, char **argv)
 {
-    static const struct argp_child children[] = {{&engine_argp, 0, NULL, 0}, {0}};
-    static const struct argp argp = {.options = options, .parser = parse_option, .doc = doc, .children = children};
+    static const command_line command = {doc, groups, NULL};
     demo_request request = {.context = 16384, .heads = 1, .dim = 64, .seed = 1, .options = skl_options_default()};
-    const int refused = options_parse(&argp, argc, argv, 0, &request);
-    if (refused)
-        return refused;
-    demo_state demo = {.block = NULL};
-    const int exit_code = run_demo(&demo, &request);
+    options_parse(&command, argc, argv, &request);
+    demo_state demo = {.problem = describe_problem(&request)};
+    runner_open(&demo.runner, &demo.problem, &request.options);
+    allocate_tensors(&demo);
+    fill_tensors(&demo, (uint64_t)request.seed);
+    connect_inputs(&demo);
+    compute(&demo);
+    print_demo(&demo);
     runner_close(&demo.runner);
     free(demo.block);
-    return exit_code;
+    return CLI_OK;
 }

@@ -1,7 +1,7 @@
 /* streamkl: finds the command and passes it the rest of the command line. */
 #include "cli/common/cli.h"
-#include "cli/common/options.h"
 
+#include <argp.h>
 #include <errno.h>
 #include <locale.h>
 #include <signal.h>
@@ -72,12 +72,12 @@ static const command *nearest_command(const char *name)
     return nearest;
 }
 
-static int fail_unknown_command(const char *name)
+_Noreturn static void fail_unknown_command(const char *name)
 {
     const command *nearest = nearest_command(name);
     if (nearest)
-        return cli_fail(CLI_BAD_INPUT, "unknown command '%s': did you mean '%s'?", name, nearest->name);
-    return cli_fail(CLI_BAD_INPUT, "unknown command '%s': see streamkl --help", name);
+        cli_fail(CLI_BAD_INPUT, "unknown command '%s': did you mean '%s'?", name, nearest->name);
+    cli_fail(CLI_BAD_INPUT, "unknown command '%s': see streamkl --help", name);
 }
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
@@ -128,15 +128,15 @@ static void print_version(FILE *stream, struct argp_state *state)
     fprintf(stream, "streamkl %s\n", skl_version());
 }
 
-typedef struct command_line {
+typedef struct remainder {
     int argc;
     char **argv; /* argv[0] is the command; NULL: no command */
-} command_line;
+} remainder;
 
 static error_t take_command(int key, char *text, struct argp_state *state)
 {
     (void)text;
-    command_line *rest = state->input;
+    remainder *rest = state->input;
     if (key == ARGP_KEY_NO_ARGS) {
         argp_state_help(state, stderr, ARGP_HELP_USAGE | ARGP_HELP_LONG | ARGP_HELP_DOC);
         return 0;
@@ -156,18 +156,18 @@ static const struct argp top_argp = {
     .help_filter = insert_command_list,
 };
 
-static int run_command(command_line line)
+static int run_command(remainder line)
 {
     static char title[64];
     static char help_option[] = "--help";
     char *help_argv[] = {title, help_option, NULL};
     if (strcmp(line.argv[0], "help") == 0 && line.argc > 1) {
         help_argv[0] = line.argv[1];
-        line = (command_line){2, help_argv};
+        line = (remainder){2, help_argv};
     }
     const command *found = find_command(line.argv[0]);
     if (found == NULL)
-        return fail_unknown_command(line.argv[0]);
+        fail_unknown_command(line.argv[0]);
     snprintf(title, sizeof title, "streamkl %s", found->name);
     program_invocation_name = title; /* the prefix of our errors and argp's */
     line.argv[0] = title;
@@ -180,7 +180,7 @@ static void close_stdout(void)
     const int failed_before = ferror(stdout);
     if (fflush(stdout) == 0 && !failed_before)
         return;
-    cli_fail(CLI_WRITE_FAILED, "standard output: %s", strerror(errno));
+    cli_warn("standard output: %s", strerror(errno));
     _exit(CLI_WRITE_FAILED);
 }
 
@@ -197,9 +197,8 @@ int main(int argc, char **argv)
     setenv("CUDA_MODULE_LOADING", "EAGER", 0);    /* otherwise the first time would include loading the kernel */
     argp_program_version_hook = print_version;
     argp_err_exit_status = CLI_BAD_INPUT;
-    command_line line = {0, NULL};
-    const int refused = options_parse(&top_argp, argc, argv, ARGP_IN_ORDER, &line);
-    if (refused)
-        return refused;
+    remainder line = {0, NULL};
+    if (argp_parse(&top_argp, argc, argv, ARGP_IN_ORDER, NULL, &line) != 0)
+        cli_fail(CLI_NO_MEMORY, "out of memory for the command line");
     return line.argv ? run_command(line) : CLI_BAD_INPUT;
 }

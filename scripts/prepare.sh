@@ -30,6 +30,7 @@ need_build_tools() {
     need ninja-build has_command ninja
     need pkg-config has_command pkg-config
     need libjansson-dev has_library jansson
+    need libpng-dev has_library libpng
 }
 
 # Prints the packages of the given entries whose probe fails.

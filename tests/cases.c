@@ -740,8 +740,3 @@ int64_t case_work(const test_case *c)
     const int64_t heads_s = p.index_heads > 0 ? p.heads_s * p.index_heads : p.heads_s;
     return pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
 }
-
-int case_is_small(const test_case *c)
-{
-    return case_work(c) <= test_environment("SKL_TEST_WORK", INT64_MAX / MILLION) * MILLION;
-}

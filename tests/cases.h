@@ -75,10 +75,9 @@ extern const size_t test_case_count;
 
 skl_problem case_problem(const test_case *test_case);
 
-/* Multiplications of a pass over the case without a mask, and whether they are at most SKL_TEST_WORK million. */
+/* Multiplications of a pass over the case without a mask. */
 enum { MILLION = 1000000 };
 int64_t case_work(const test_case *test_case);
-int case_is_small(const test_case *test_case);
 
 /* A random case; its arrays are in `storage`. */
 typedef struct random_case {

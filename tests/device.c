@@ -1,14 +1,6 @@
 #include "device.h"
 
-#include <stdlib.h>
-
-#include "support.h"
-
-skl_device test_device(void)
-{
-    const char *const name = getenv("SKL_TEST_DEVICE");
-    return name != NULL && strcmp(name, "cuda") == 0 ? SKL_CUDA : SKL_CPU;
-}
+#include "case_support.h"
 
 #if defined(SKL_WITH_CUDA)
 
@@ -17,7 +9,7 @@ skl_device test_device(void)
 static void check(cudaError_t error)
 {
     if (error != cudaSuccess)
-        fail_msg("CUDA: %s", cudaGetErrorString(error));
+        test_abandon("CUDA: %s", cudaGetErrorString(error));
 }
 
 void device_share(void *pages, size_t size)

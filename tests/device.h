@@ -4,9 +4,7 @@
 #ifndef SKL_TESTS_DEVICE_H
 #define SKL_TESTS_DEVICE_H
 
-#include "streamkl.h"
-
-skl_device test_device(void);
+#include "case_support.h"
 
 /* Registers pages of host memory with the device, and unregisters them. */
 void device_share(void *pages, size_t size);

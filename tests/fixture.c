@@ -22,7 +22,8 @@ static void mark_live(fixture *f)
     f->live_q = calloc((size_t)(f->batch * f->length_q) + 1, 1);
     f->live_k = calloc((size_t)(f->batch * f->length_k) + 1, 1);
     int64_t *const keys = calloc((size_t)(f->length_k + f->problem.top_k) + 1, sizeof *keys);
-    assert_true(f->live_q && f->live_k && keys);
+    if (!f->live_q || !f->live_k || !keys)
+        test_abandon("%s: out of memory", f->test_case->name);
     for (int64_t b = 0; b < f->problem.batch; b++) {
         const oracle_sequence sequence = oracle_sequence_at(&f->problem, &f->inputs, b);
         uint8_t *const live_q = f->live_q + sequence.batch * f->length_q + sequence.first_q;
@@ -461,21 +462,20 @@ static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *
             worst_at = n;
         }
     }
-    if (test_environment("SKL_TEST_REPORT", 0))
-        print_message("%s: %s: %.2f of the allowed error\n", label, name, worst);
+    test_measured(label, name, worst);
     if (worst > 1) {
         const int64_t row = worst_at / actual->dim, head = row / actual->length;
-        print_error("%s: %s[%lld, %lld, %lld, %lld] is %.9g, not %.9g: %.2f times the allowed error (naive: %.3g, "
-                    "roundings: %.3g)\n",
-                    label, name, (long long)(head / actual->heads), (long long)(head % actual->heads),
-                    (long long)(row % actual->length), (long long)(worst_at % actual->dim),
-                    tensor_get(actual, worst_at), expected->exact[worst_at], worst, naive_error,
-                    expected->roundings * ORACLE_ROUNDING * expected->rounding[worst_at]);
+        test_wrong("%s: %s[%lld, %lld, %lld, %lld] is %.9g, not %.9g: %.2f times the allowed error (naive: %.3g, "
+                   "roundings: %.3g)",
+                   label, name, (long long)(head / actual->heads), (long long)(head % actual->heads),
+                   (long long)(row % actual->length), (long long)(worst_at % actual->dim),
+                   tensor_get(actual, worst_at), expected->exact[worst_at], worst, naive_error,
+                   expected->roundings * ORACLE_ROUNDING * expected->rounding[worst_at]);
         return 1;
     }
     const int64_t strays = tensor_stray_writes(actual);
     if (strays)
-        print_error("%s: %s: %lld bytes written between its elements\n", label, name, (long long)strays);
+        test_wrong("%s: %s: %lld bytes written between its elements", label, name, (long long)strays);
     return strays != 0;
 }
 

@@ -1,9 +1,10 @@
 #include "kernel_check.h"
 
+#include <assert.h>
 #include <stdio.h>
 
+#include "calls.h"
 #include "device.h"
-#include "runner.h"
 
 /* One kernel on one case. */
 typedef struct kernel_run {
@@ -170,7 +171,7 @@ static skl_row_state *merged_states(kernel_run *run, const skl_inputs *inputs, t
     skl_row_state *states[MOST_RANGES];
     int64_t begin = 0;
     int count = run->options->range_count;
-    assert_in_range(count, 1, MOST_RANGES);
+    assert(count >= 1 && count <= MOST_RANGES);
     for (int n = 0; n < count; n++) {
         const int64_t end = n + 1 == count ? f->problem.len_k : random_between(random, begin, f->problem.len_k);
         states[n] = states_create(f);
@@ -221,7 +222,7 @@ static int check_deterministic(kernel_run *run)
     int mismatches = gradients_mismatch(run->fixture, &run->results, skl_plan_kernel(run->plan), label);
     const char *const different = results_difference(&run->results, &run->saved);
     if (different) {
-        print_error("%s: %s differs between two runs\n", label, different);
+        test_wrong("%s: %s differs between two runs", label, different);
         mismatches++;
     }
     mismatches += run->fixture->test_case->attention ? check_attention_backward(run) : 0;

@@ -2,7 +2,7 @@
 #ifndef SKL_TESTS_TENSOR_H
 #define SKL_TESTS_TENSOR_H
 
-#include "support.h"
+#include "case_support.h"
 
 /* Memory layout of [batch, heads, length, dim]. */
 typedef enum test_layout {

@@ -34,6 +34,7 @@ enum { RANDOM_CASES = 60 };
 int main(void)
 {
     const size_t sample = (size_t)test_environment("SKL_TEST_SAMPLE", 1);
+    const int64_t work = test_environment("SKL_TEST_WORK", INT64_MAX / MILLION);
     const size_t random_count = (size_t)test_environment("SKL_TEST_RANDOM", RANDOM_CASES) / sample;
     struct CMUnitTest *const tests = calloc(1 + test_case_count + random_count, sizeof *tests);
     random_case *const random_cases = calloc(random_count + 1, sizeof *random_cases);
@@ -43,7 +44,7 @@ int main(void)
     size_t count = 0;
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_a_kernel_is_usable);
     for (size_t n = 0, small = 0; n < test_case_count; n++) {
-        if (!case_is_small(&test_cases[n]) || small++ % sample != 0)
+        if (case_work(&test_cases[n]) > work * MILLION || small++ % sample != 0)
             continue;
         /* cmocka's state is not const, but no test writes to it */
         void *const one_case = (void *)(uintptr_t)&test_cases[n];

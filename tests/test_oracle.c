@@ -1,6 +1,7 @@
 /* Checks the oracle against closed forms, masks written as text and central differences. */
 #include "case_words.h"
 #include "fixture.h"
+#include "support.h"
 
 #include <float.h>
 #include <math.h>

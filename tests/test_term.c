@@ -13,9 +13,15 @@
 #include <cmocka.h>
 
 #include "cli/map/print.h"
-#include "cli/term/position_chart.h"
 #include "cli/term/term.h"
 #include "device/clock.h"
+
+static double now = 1000;
+
+double clock_seconds(void)
+{
+    return now;
+}
 
 /* ---- A file or a pseudo-terminal, and the text that was written to it --------------------------------------- */
 
@@ -156,7 +162,7 @@ static void test_chart_by_position(void **state)
     (void)state;
     const float kl[] = {0, 1, 2, 100, 3, 4}, lse_s[] = {0, 0, 0, -(float)INFINITY, 0, 0};
     screen *const file = open_file();
-    position_chart_print(file->stream, kl, lse_s, 2, 3); /* means 0, 2, 3 */
+    term_position_chart(file->stream, kl, lse_s, 2, 3); /* means 0, 2, 3 */
     assert_string_equal(text_of(file), "          3 |  #\n"
                                        "            |  #\n"
                                        "            | ##\n"
@@ -172,7 +178,7 @@ static void test_chart_by_position(void **state)
     for (int i = 0; i < LENGTH; i++)
         many[i] = i % 2 ? 6 : i == 0 ? 6 : 0;
     screen *const wide = open_file();
-    position_chart_print(wide->stream, many, lse, 1, LENGTH);
+    term_position_chart(wide->stream, many, lse, 1, LENGTH);
     const char *const text = text_of(wide);
     assert_non_null(strstr(text, "          6 |#                    "));
     assert_non_null(strstr(text, "          0 |################################################################\n"));
@@ -237,21 +243,20 @@ static void test_progress(void **state)
     screen *const terminal = open_terminal();
     const int saved = dup(STDERR_FILENO);
     assert_true(saved >= 0 && dup2(fileno(terminal->stream), STDERR_FILENO) >= 0);
-    term_progress progress;
-    term_progress_begin(&progress, "forward");
-    term_progress_update(&progress, 1, 2); /* too early */
-    term_progress_end(&progress);
-    progress.began -= 10;
-    term_progress_update(&progress, 0, 4);
-    term_progress_update(&progress, 1, 0);
-    term_progress_update(&progress, 1, 4);
-    term_progress_update(&progress, 2, 4); /* too soon */
-    term_progress_end(&progress);
-    term_progress_end(&progress); /* nothing is left to clear */
+    term_progress_begin("forward");
+    term_progress_update(NULL, 1, 2); /* too early */
+    term_progress_end();
+    now += 10;
+    term_progress_update(NULL, 0, 4);
+    term_progress_update(NULL, 1, 0);
+    term_progress_update(NULL, 1, 4);
+    term_progress_update(NULL, 2, 4); /* too soon */
+    term_progress_end();
+    term_progress_end(); /* nothing is left to clear */
     dup2(saved, STDERR_FILENO);
     close(saved);
     assert_string_equal(text_of(terminal),
-                        "\rforward    [#######.......................]  25 %  31 s left \033[K\r\033[K");
+                        "\rforward    [#######.......................]  25 %  30 s left \033[K\r\033[K");
     close_screen(terminal);
 }
 

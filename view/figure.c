@@ -2,7 +2,7 @@
 #include "view/glyphs.h"
 
 #include <assert.h>
-#include <stdio.h>
+#include <png.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -110,17 +110,15 @@ int figure_zoom(int64_t rows, int64_t columns)
     return (int)(longer < SIDE_LEAST ? (SIDE_LEAST + longer - 1) / longer : 1);
 }
 
-void figure_png(bytes *file, const figure *drawn)
+bool figure_png(FILE *file, const figure *drawn)
 {
     assert(drawn->rows > 0 && drawn->columns > 0); /* PNG has no empty pictures */
     const int zoom = figure_zoom(drawn->rows, drawn->columns);
     const int64_t width = drawn->columns * zoom, height = drawn->rows * zoom;
     canvas on = {NULL, FIGURE_LEFT + width + FIGURE_RIGHT, FIGURE_TOP + height + FIGURE_BOTTOM};
     on.pixels = malloc((size_t)(on.width * on.height));
-    if (on.pixels == NULL) {
-        file->failed = true;
-        return;
-    }
+    if (on.pixels == NULL)
+        return false;
     memset(on.pixels, PAPER, (size_t)(on.width * on.height));
     draw_map(&on, drawn, zoom);
     draw_axes(&on, drawn, width, height);
@@ -133,6 +131,12 @@ void figure_png(bytes *file, const figure *drawn)
         palette[c] = colours[c * 255 / (COLOURS - 1)];
     palette[PAPER] = (rgb){255, 255, 255};
     palette[INK] = (rgb){32, 36, 44};
-    png_encode(file, on.pixels, (uint32_t)on.width, (uint32_t)on.height, palette);
+    png_image image = {.version = PNG_IMAGE_VERSION,
+                       .width = (png_uint_32)on.width,
+                       .height = (png_uint_32)on.height,
+                       .format = PNG_FORMAT_RGB_COLORMAP,
+                       .colormap_entries = 256};
+    const bool written = png_image_write_to_stdio(&image, file, 0, on.pixels, 0, palette);
     free(on.pixels);
+    return written;
 }

@@ -4,6 +4,8 @@
 
 #include "view/picture.h"
 
+#include <stdio.h>
+
 typedef struct figure {
     const char *title; /* of the letters that view/glyphs.h has; others are left blank */
     palette_kind palette;
@@ -19,6 +21,7 @@ enum { FIGURE_LEFT = 96, FIGURE_TOP = 34, FIGURE_RIGHT = 132, FIGURE_BOTTOM = 60
 /* The side of a cell in pixels: whole, so that the longer side of the map has at least 512 pixels. */
 int figure_zoom(int64_t rows, int64_t columns);
 
-void figure_png(bytes *file, const figure *drawn);
+/* Writes the picture to a stream. False: out of memory, or the stream failed. */
+bool figure_png(FILE *file, const figure *drawn);
 
 #endif

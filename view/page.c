@@ -5,18 +5,13 @@
 
 extern const char report_html[]; /* view/report.html, as a string */
 
-void page_print(bytes *page, const char *json)
+void page_print(FILE *page, const char *json)
 {
     static const char marker[] = "@DOCUMENT@";
     const char *const at = strstr(report_html, marker);
     assert(at);
-    bytes_add(page, report_html, (size_t)(at - report_html));
-    /* Without '<', which JSON has in strings only, no text can end the script that contains it. */
-    for (const char *open; (open = strchr(json, '<')); json = open + 1) {
-        bytes_add(page, json, (size_t)(open - json));
-        bytes_print(page, "\\u003c");
-    }
-    bytes_add(page, json, strlen(json));
-    const char *const rest = at + strlen(marker);
-    bytes_add(page, rest, strlen(rest));
+    fwrite(report_html, 1, (size_t)(at - report_html), page);
+    for (; *json; json++) /* without '<', which JSON has in strings only, no text can end the script around it */
+        fputs(*json == '<' ? "\\u003c" : (const char[]){*json, '\0'}, page);
+    fputs(at + strlen(marker), page);
 }

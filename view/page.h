@@ -2,9 +2,9 @@
 #ifndef STREAMKL_VIEW_PAGE_H
 #define STREAMKL_VIEW_PAGE_H
 
-#include "view/bytes.h"
+#include <stdio.h>
 
-/* Adds the page of a document. view/report.html says what documents consist of. */
-void page_print(bytes *page, const char *json);
+/* Writes the page of a document. view/report.html says what documents consist of. */
+void page_print(FILE *page, const char *json);
 
 #endif

@@ -2,7 +2,12 @@
 #ifndef STREAMKL_VIEW_PICTURE_H
 #define STREAMKL_VIEW_PICTURE_H
 
-#include "view/png.h"
+#include <stdbool.h>
+#include <stdint.h>
+
+typedef struct rgb {
+    uint8_t red, green, blue;
+} rgb;
 
 typedef enum palette_kind {
     PALETTE_SHARE, /* from dark to light, with monotonic brightness */

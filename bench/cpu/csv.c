@@ -7,46 +7,46 @@ static const char header[] =
     "status,samples,median_s,min_s,max_s,executed_gflops,useful_gflops,sgemm_gflops,"
     "percent_of_sgemm,memory_bytes,streaming_speedup,percent_waiting,index_heads,key_heads,top_k\n";
 
-static void write_quoted(bytes *file, const char *text)
+static void write_quoted(FILE *file, const char *text)
 {
-    bytes_print(file, "\"");
+    fprintf(file, "\"");
     for (; *text; text++)
         if (*text == '"')
-            bytes_print(file, "\"\"");
+            fprintf(file, "\"\"");
         else
-            bytes_print(file, "%c", *text);
-    bytes_print(file, "\"");
+            fprintf(file, "%c", *text);
+    fprintf(file, "\"");
 }
 
 /* ",12.3", or "," for a missing number. */
-static void write_number(bytes *file, double number)
+static void write_number(FILE *file, double number)
 {
     if (number > 0)
-        bytes_print(file, ",%.6g", number);
+        fprintf(file, ",%.6g", number);
     else
-        bytes_print(file, ",");
+        fprintf(file, ",");
 }
 
-static void write_configuration(bytes *file, const bench_report *report, const bench_point *point)
+static void write_configuration(FILE *file, const bench_report *report, const bench_point *point)
 {
     const bench_config *const config = &report->config;
-    bytes_print(file, "%s,%s,", report->date, skl_version());
+    fprintf(file, "%s,%s,", report->date, skl_version());
     write_quoted(file, report->machine);
-    bytes_print(file, ",%d,%s,%s,%s,%s,%" PRId64 ",%" PRId64 ",%" PRId64 ",%d", report->cores, point->kernel,
-                bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype),
-                config->causal ? "causal" : "none", config->heads, point->length, point->dim, point->threads);
+    fprintf(file, ",%d,%s,%s,%s,%s,%" PRId64 ",%" PRId64 ",%" PRId64 ",%d", report->cores, point->kernel,
+            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype),
+            config->causal ? "causal" : "none", config->heads, point->length, point->dim, point->threads);
 }
 
 /* The columns that only an indexer fills. */
-static void write_student(bytes *file, const bench_config *config)
+static void write_student(FILE *file, const bench_config *config)
 {
     write_number(file, (double)config->index_heads);
     write_number(file, (double)(config->index_heads && !config->key_heads ? config->heads : config->key_heads));
     write_number(file, (double)config->top_k);
-    bytes_print(file, "\n");
+    fprintf(file, "\n");
 }
 
-static void write_pass(bytes *file, const bench_report *report, const bench_point *point, bench_method method,
+static void write_pass(FILE *file, const bench_report *report, const bench_point *point, bench_method method,
                        bench_pass pass)
 {
     const bench_method_result *const result = &point->methods[method];
@@ -54,7 +54,7 @@ static void write_pass(bytes *file, const bench_report *report, const bench_poin
     const double executed = bench_executed_flops(&report->config, point, method, pass);
     const bool streams = method == BENCH_STREAMING;
     write_configuration(file, report, point);
-    bytes_print(file, ",%s,%s,ok,%d", bench_method_name(method), bench_pass_name(pass), time->sample_count);
+    fprintf(file, ",%s,%s,ok,%d", bench_method_name(method), bench_pass_name(pass), time->sample_count);
     write_number(file, time->median);
     write_number(file, time->least);
     write_number(file, time->most);
@@ -62,22 +62,22 @@ static void write_pass(bytes *file, const bench_report *report, const bench_poin
     write_number(file, streams ? bench_useful_flops(&report->config, point, pass) * 1e-9 : 0);
     write_number(file, point->sgemm_flops * 1e-9);
     write_number(file, point->sgemm_flops > 0 ? 100 * executed / point->sgemm_flops : 0);
-    bytes_print(file, ",%zu", result->memory_size);
+    fprintf(file, ",%zu", result->memory_size);
     write_number(file, streams ? 0 : bench_speedup(point, method, pass));
     write_number(file, 100 * point->waiting_share);
     write_student(file, &report->config);
 }
 
-static void write_skipped(bytes *file, const bench_report *report, const bench_point *point, bench_method method)
+static void write_skipped(FILE *file, const bench_report *report, const bench_point *point, bench_method method)
 {
     write_configuration(file, report, point);
-    bytes_print(file, ",%s,,skipped,,,,,,,,,%zu,,", bench_method_name(method), point->methods[method].memory_size);
+    fprintf(file, ",%s,,skipped,,,,,,,,,%zu,,", bench_method_name(method), point->methods[method].memory_size);
     write_student(file, &report->config);
 }
 
-void csv_write(bytes *file, const bench_report *report)
+void csv_write(FILE *file, const bench_report *report)
 {
-    bytes_print(file, "%s", header);
+    fprintf(file, "%s", header);
     for (int i = 0; i < report->point_count; i++) {
         const bench_point *const point = &report->points[i];
         for (int method = 0; method < BENCH_METHOD_COUNT; method++) {

@@ -251,7 +251,7 @@ skl_status bench_check(const bench_config *config)
 }
 
 skl_status bench_measure(bench_report *report, const blas *library, int64_t length, int64_t dim,
-                         sampler_progress progress)
+                         skl_progress progress)
 {
     bench_session *const session = calloc(1, sizeof *session);
     if (session == NULL)
@@ -270,8 +270,7 @@ skl_status bench_measure(bench_report *report, const blas *library, int64_t leng
     return status;
 }
 
-skl_status bench_measure_sgemm(const bench_config *config, const blas *library, double *flops,
-                               sampler_progress progress)
+skl_status bench_measure_sgemm(const bench_config *config, const blas *library, double *flops, skl_progress progress)
 {
     bench_session *const session = calloc(1, sizeof *session);
     if (session == NULL)

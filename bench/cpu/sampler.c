@@ -46,7 +46,7 @@ static skl_status run_slice(sampled_method *method, int samples_end)
     return SKL_OK;
 }
 
-skl_status sampler_run(sampled_method *methods, int count, int rounds, sampler_progress progress)
+skl_status sampler_run(sampled_method *methods, int count, int rounds, skl_progress progress)
 {
     assert(rounds >= 1 && rounds <= SAMPLER_SAMPLES_MAX);
     for (int i = 0; i < count; i++) {
@@ -57,8 +57,8 @@ skl_status sampler_run(sampled_method *methods, int count, int rounds, sampler_p
             return status;
     }
     for (int round = 0; round < rounds; round++) {
-        if (progress.report)
-            progress.report(progress.user, round, rounds);
+        if (progress)
+            progress(NULL, round, rounds);
         for (int i = 0; i < count; i++) {
             wait_for_idle_threads();
             const skl_status status = run_slice(&methods[i], SAMPLER_SAMPLES_MAX / rounds * (round + 1));
@@ -66,8 +66,8 @@ skl_status sampler_run(sampled_method *methods, int count, int rounds, sampler_p
                 return status;
         }
     }
-    if (progress.report)
-        progress.report(progress.user, rounds, rounds);
+    if (progress)
+        progress(NULL, rounds, rounds);
     return SKL_OK;
 }
 

@@ -19,15 +19,11 @@ typedef struct sampled_method {
     double seconds[SAMPLER_PASSES_MAX][SAMPLER_SAMPLES_MAX];
 } sampled_method;
 
-typedef struct sampler_progress {
-    void (*report)(void *user, int rounds_done, int rounds); /* may be NULL */
-    void *user;
-} sampler_progress;
-
 /* Runs every method once to warm up, then in `rounds` rounds for at least SAMPLER_SLICE_SECONDS each. A sample is one
- * run of all passes. Stops at the first failure. */
+ * run of all passes. Stops at the first failure. `progress`
+ * counts rounds and may be NULL. */
 #define SAMPLER_SLICE_SECONDS 0.2
-skl_status sampler_run(sampled_method *methods, int count, int rounds, sampler_progress progress);
+skl_status sampler_run(sampled_method *methods, int count, int rounds, skl_progress progress);
 
 typedef struct timing {
     int sample_count;

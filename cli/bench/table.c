@@ -6,23 +6,20 @@
 #include <inttypes.h>
 #include <math.h>
 
-static const char *plural(int64_t count)
-{
-    return count == 1 ? "" : "s";
-}
-
 void bench_table_heading(const bench_report *report, const char *blas_description, const double *sgemm_flops)
 {
     const bench_config *const config = &report->config;
     const term_style style = term_style_for(stdout);
     const bool on_gpu = config->engine.device != SKL_CPU;
     printf("%sstreamkl %s%s on %s, %d %s%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
-           report->cores, on_gpu ? "SM" : "core", plural(report->cores), report->date);
+           report->cores, on_gpu ? "SM" : "core", cli_plural(report->cores), report->date);
     printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of at least %d sample%s per method\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
-           plural(config->heads), config->causal ? "causal" : "no mask", config->rounds, plural(config->rounds));
+           cli_plural(config->heads), config->causal ? "causal" : "no mask", config->rounds,
+           cli_plural(config->rounds));
     if (config->index_heads > 0) {
-        printf("The student is an indexer with %" PRId64 " head%s", config->index_heads, plural(config->index_heads));
+        printf("The student is an indexer with %" PRId64 " head%s", config->index_heads,
+               cli_plural(config->index_heads));
         if (config->top_k > 0)
             printf(", sparse with top-k %" PRId64, config->top_k);
         printf("; only streaming is timed.\n");
@@ -37,7 +34,7 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
     for (int i = 0; i < config->threads.count; i++) {
         const int64_t threads = config->threads.values[i];
         printf("%s %.1f GFLOP/s with %" PRId64 " thread%s", i ? "," : "", sgemm_flops[i] * 1e-9, threads,
-               plural(threads));
+               cli_plural(threads));
     }
     printf("\n");
 }
@@ -164,7 +161,7 @@ void bench_table_points(const bench_report *report, int first)
         const bench_point *const point = &report->points[i];
         printf("\n%sN = %" PRId64 ", d = %" PRId64, style.bold, point->length, point->dim);
         if (point->threads > 0)
-            printf(", %d thread%s", point->threads, plural(point->threads));
+            printf(", %d thread%s", point->threads, cli_plural(point->threads));
         printf("%s, kernel %s", style.plain, point->kernel);
         if (point->gpu.memory_total > 0)
             printf(", %s of the GPU's %s in use", cli_bytes_text((double)point->gpu.memory_used).text,

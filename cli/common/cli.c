@@ -1,5 +1,6 @@
 #include "cli/common/cli.h"
 #include "cli/term/printable.h"
+#include "cli/term/term.h"
 #include "device/device.h"
 
 #include <errno.h>
@@ -10,19 +11,35 @@
 #include <stdlib.h>
 #include <string.h>
 
-int cli_fail(int exit_code, const char *format, ...)
+/* ---- Errors ------------------------------------------------------------------------------------------------- */
+
+static void print_line(const char *format, va_list arguments)
 {
     char message[2048];
-    va_list arguments;
-    va_start(arguments, format);
     vsnprintf(message, sizeof message, format, arguments);
-    va_end(arguments);
     printable_make(message); /* whatever the names of files and tensors contain */
+    term_progress_end();
     fprintf(stderr, "%s: %s\n", program_invocation_name, message);
-    return exit_code;
 }
 
-static int exit_code_of(skl_status status)
+void cli_fail(int exit_code, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    print_line(format, arguments);
+    va_end(arguments);
+    exit(exit_code);
+}
+
+void cli_warn(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    print_line(format, arguments);
+    va_end(arguments);
+}
+
+void cli_check(skl_status status)
 {
     static const int exit_codes[] = {
         [SKL_OK] = CLI_OK,
@@ -33,18 +50,38 @@ static int exit_code_of(skl_status status)
         [SKL_ERROR_DEVICE] = CLI_NO_DEVICE,
     };
     const size_t count = sizeof exit_codes / sizeof exit_codes[0];
-    return (size_t)status < count ? exit_codes[status] : CLI_NO_DEVICE;
-}
-
-int cli_fail_status(skl_status status)
-{
-    return cli_fail(exit_code_of(status), "%s", cli_status_text());
+    if (status != SKL_OK)
+        cli_fail((size_t)status < count ? exit_codes[status] : CLI_NO_DEVICE, "%s", cli_status_text());
 }
 
 /* A successful call of the device layer clears its text, so a text means that the device layer failed. */
 const char *cli_status_text(void)
 {
     return device_error()[0] ? device_error() : skl_last_error();
+}
+
+void *cli_allocate(size_t size, const char *what)
+{
+    void *const memory = malloc(size ? size : 1);
+    if (memory == NULL)
+        cli_fail(CLI_NO_MEMORY, "out of memory: %s needs %zu bytes", what, size);
+    return memory;
+}
+
+void *cli_allocate_zeros(size_t count, size_t size, const char *what)
+{
+    void *const memory = calloc(count ? count : 1, size);
+    if (memory == NULL)
+        cli_fail(CLI_NO_MEMORY, "out of memory: %s needs %zu times %zu bytes", what, count, size);
+    return memory;
+}
+
+/* ---- JSON --------------------------------------------------------------------------------------------------- */
+
+static void check_json(bool complete)
+{
+    if (!complete)
+        cli_fail(CLI_NO_MEMORY, "out of memory for JSON");
 }
 
 json_t *cli_json_number(double value)
@@ -66,33 +103,25 @@ json_t *cli_json_path(const char *path)
     return text;
 }
 
-/* Of Jansson, which accepts NULL for an array, an object and a value. */
-static void keep_if(bool added, json_t **whole)
+void cli_json_append(json_t *array, json_t *value)
 {
-    if (added)
-        return;
-    json_decref(*whole);
-    *whole = NULL;
+    check_json(json_array_append_new(array, value) == 0);
 }
 
-void cli_json_append(json_t **array, json_t *value)
+void cli_json_set(json_t *object, const char *key, json_t *value)
 {
-    keep_if(json_array_append_new(*array, value) == 0, array);
+    check_json(json_object_set_new(object, key, value) == 0);
 }
 
-void cli_json_set(json_t **object, const char *key, json_t *value)
-{
-    keep_if(json_object_set_new(*object, key, value) == 0, object);
-}
-
-int cli_print_json(json_t *object)
+void cli_print_json(json_t *object)
 {
     /* 9 digits distinguish any two f32 values. main() reports write errors when it closes stdout. */
-    const bool printed =
-        object && (json_dumpf(object, stdout, JSON_REAL_PRECISION(9)) == 0 || ferror(stdout)) && putchar('\n');
+    check_json(object && (json_dumpf(object, stdout, JSON_REAL_PRECISION(9)) == 0 || ferror(stdout)));
+    putchar('\n');
     json_decref(object);
-    return printed ? CLI_OK : cli_fail(CLI_NO_MEMORY, "out of memory for the JSON output");
 }
+
+/* ---- Text --------------------------------------------------------------------------------------------------- */
 
 cli_text cli_bytes_text(double bytes)
 {
@@ -117,4 +146,9 @@ cli_text cli_seconds_text(double seconds)
     else
         snprintf(out.text, sizeof out.text, "%.2f s", seconds);
     return out;
+}
+
+const char *cli_plural(int64_t count)
+{
+    return count == 1 ? "" : "s";
 }

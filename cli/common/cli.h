@@ -1,4 +1,7 @@
-/* Shared by all commands: exit codes, one-line errors, JSON on stdout. */
+/* Shared by all commands: exit codes, one-line errors, JSON on stdout.
+ *
+ * A command that cannot go on prints one line and exits: cli_fail() does not return. Outputs appear under their names
+ * only when a command has succeeded (cli/io/file_write.h), so there is nothing to undo. */
 #ifndef STREAMKL_CLI_COMMON_CLI_H
 #define STREAMKL_CLI_COMMON_CLI_H
 
@@ -24,14 +27,21 @@ int cmd_check(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 int cmd_demo(int argc, char **argv);
 
-/* Prints one line, "streamkl NAME: MESSAGE", on stderr and returns exit_code, so that a caller can write
- * `return cli_fail(CLI_BAD_INPUT, "--window=%s: must be LEFT,RIGHT", text);` */
-int cli_fail(int exit_code, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Prints one line, "streamkl NAME: MESSAGE", on stderr and exits:
+ * `cli_fail(CLI_BAD_INPUT, "--window=%s: must be LEFT,RIGHT", text);` */
+_Noreturn void cli_fail(int exit_code, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
-/* The same with the error text of the library or the device layer, whichever failed, and the exit code for the
- * status. */
-int cli_fail_status(skl_status status);
+/* Prints the same line and goes on. */
+void cli_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Returns if the status is SKL_OK. Otherwise fails with the error text of the library or the device layer, whichever
+ * failed, and the exit code for the status. */
+void cli_check(skl_status status);
 const char *cli_status_text(void);
+
+/* Like malloc() and calloc(), but fails with "out of memory: WHAT needs N bytes". */
+void *cli_allocate(size_t size, const char *what);
+void *cli_allocate_zeros(size_t count, size_t size, const char *what);
 
 /* JSON has no NaN and no infinity: both become null. */
 json_t *cli_json_number(double value);
@@ -39,13 +49,12 @@ json_t *cli_json_number(double value);
 /* The name of a file. JSON is UTF-8: in a name that is not, bytes beyond ASCII become '?'. */
 json_t *cli_json_path(const char *path);
 
-/* Adds `value`, which becomes a part of the array or object. If memory runs out, frees the whole and sets it to NULL,
- * so that one check at the end is enough: an incomplete object is never printed. */
-void cli_json_append(json_t **array, json_t *value);
-void cli_json_set(json_t **object, const char *key, json_t *value);
+/* Add `value`, which becomes a part of the array or object. NULL stands for out of memory, and fails. */
+void cli_json_append(json_t *array, json_t *value);
+void cli_json_set(json_t *object, const char *key, json_t *value);
 
 /* Prints an object on one line of stdout and frees it. NULL stands for out of memory. */
-int cli_print_json(json_t *object);
+void cli_print_json(json_t *object);
 
 /* "12.5 MiB", "3.1 ms" */
 typedef struct cli_text {
@@ -53,5 +62,8 @@ typedef struct cli_text {
 } cli_text;
 cli_text cli_bytes_text(double bytes);
 cli_text cli_seconds_text(double seconds);
+
+/* "s", or "" for 1. */
+const char *cli_plural(int64_t count);
 
 #endif

@@ -4,15 +4,12 @@
 
 #include "device/explain.h"
 #include <jansson.h>
-#include <stdbool.h>
 #include <stdio.h>
-
-const char *explain_op_name(skl_op op); /* "forward", "backward", "one pass", "partial" */
 
 /* Prints the operation and its launches, one per line. `text` is that of explain_plan(). */
 void explain_print(FILE *stream, skl_op op, const char *text);
 
-/* Adds the launches to `object`, as an array of lines under the name of the operation. False: out of memory. */
-bool explain_add_json(json_t *object, skl_op op, const char *text);
+/* Adds the launches to `object`, as an array of lines under the name of the operation. */
+void explain_add_json(json_t *object, skl_op op, const char *text);
 
 #endif

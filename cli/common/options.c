@@ -1,6 +1,8 @@
 #include "cli/common/options.h"
 #include "cli/common/cli.h"
+#include "device/device.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <inttypes.h>
 #include <math.h>
@@ -73,6 +75,11 @@ const char *direction_name(skl_direction direction)
     return direction_names[direction];
 }
 
+const char *direction_formula(skl_direction direction)
+{
+    return direction == SKL_KL_FORWARD ? "teacher || student" : "student || teacher";
+}
+
 const char *device_name(skl_device device)
 {
     return device_names[device];
@@ -83,58 +90,84 @@ const char *dtype_name(skl_dtype dtype)
     return dtype_names[dtype];
 }
 
-const char *parse_direction(const char *text, void *value)
+const char *parse_name(const char *text, const char *const *names, int count, void *value, const char *accepted)
 {
-    for (int direction = SKL_KL_FORWARD; direction <= SKL_KL_REVERSE; direction++) {
-        if (strcmp(text, direction_names[direction]) == 0) {
-            *(skl_direction *)value = (skl_direction)direction;
+    for (int n = 0; n < count; n++)
+        if (strcmp(text, names[n]) == 0) {
+            memcpy(value, &n, sizeof n); /* enums of the requests have the size of an int */
             return NULL;
         }
-    }
-    return "forward or reverse";
+    return accepted;
+}
+
+const char *parse_direction(const char *text, void *value)
+{
+    return parse_name(text, direction_names, 2, value, "forward or reverse");
 }
 
 const char *parse_dtype(const char *text, void *value)
 {
-    for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
-        if (strcmp(text, dtype_names[dtype]) == 0) {
-            *(skl_dtype *)value = (skl_dtype)dtype;
-            return NULL;
-        }
-    }
-    return "f32, f16 or bf16";
+    return parse_name(text, dtype_names, 3, value, "f32, f16 or bf16");
 }
 
-/* ---- Tables ------------------------------------------------------------------------------------------------- */
+/* ---- The command line --------------------------------------------------------------------------------------- */
 
-static const char *option_name(const struct argp_option *options, int key)
+enum { OPTIONS_MAX = 64, GROUP_KEYS = 0x100 }; /* a key is GROUP_KEYS * (1 + group) + index in the group */
+
+typedef struct parse_state {
+    const command_line *command;
+    char *request;
+    int argument_count;
+} parse_state;
+
+static void store(const parse_state *parsing, int key, const char *text)
 {
-    while (options->key != key)
-        options++;
-    return options->name;
+    const option_group *const group = &parsing->command->groups[key / GROUP_KEYS - 1];
+    const cli_option *const given = &group->options[key % GROUP_KEYS];
+    const char *const accepted = given->parse(text, parsing->request + group->target + given->offset);
+    if (accepted)
+        cli_fail(CLI_BAD_INPUT, "--%s=%s: must be %s", given->name, text, accepted);
 }
 
-error_t options_store(const option_field *fields, const struct argp_option *options, int key, const char *text,
-                      void *target)
+static error_t parse_key(int key, char *text, struct argp_state *state)
 {
-    for (; fields->key; fields++) {
-        if (fields->key != key)
-            continue;
-        const char *accepted = fields->parse(text, (char *)target + fields->offset);
-        if (accepted == NULL)
-            return 0;
-        cli_fail(CLI_BAD_INPUT, "--%s=%s: must be %s", option_name(options, key), text, accepted);
-        return EINVAL;
+    parse_state *const parsing = state->input;
+    const char *const arguments = parsing->command->arguments;
+    if (key >= GROUP_KEYS && key < ARGP_KEY_END) {
+        store(parsing, key, text);
+        return 0;
     }
+    if (key == ARGP_KEY_ARG && arguments == NULL)
+        argp_error(state, "unexpected argument '%s'", text);
+    if (key == ARGP_KEY_ARGS) {
+        parsing->argument_count = state->argc - state->next;
+        return 0;
+    }
+    if (key == ARGP_KEY_NO_ARGS && arguments)
+        cli_fail(CLI_BAD_INPUT, "%.*s: at least one must be given; see %s --help", (int)strcspn(arguments, "."),
+                 arguments, program_invocation_name);
     return ARGP_ERR_UNKNOWN;
 }
 
-int options_parse(const struct argp *argp, int argc, char **argv, unsigned flags, void *request)
+int options_parse(const command_line *command, int argc, char **argv, void *request)
 {
-    const error_t refused = argp_parse(argp, argc, argv, flags, NULL, request);
-    if (refused == ENOMEM)
-        return cli_fail(CLI_NO_MEMORY, "out of memory for the command line");
-    return refused ? CLI_BAD_INPUT : CLI_OK; /* argp, or the parser of an option, has printed why */
+    struct argp_option all[OPTIONS_MAX] = {{0}};
+    int count = 0;
+    for (int g = 0; command->groups[g].options; g++) {
+        all[count++] = (struct argp_option){.doc = command->groups[g].title, .group = g + 1};
+        for (const cli_option *o = command->groups[g].options; o->name; o++) {
+            assert(count + 1 < OPTIONS_MAX);
+            const int key = GROUP_KEYS * (1 + g) + (int)(o - command->groups[g].options);
+            all[count++] = (struct argp_option){o->name, key, o->argument, 0, o->doc, g + 1};
+        }
+    }
+    const struct argp argp = {
+        .options = all, .parser = parse_key, .args_doc = command->arguments, .doc = command->doc};
+    parse_state parsing = {command, request, 0};
+    const error_t refused = argp_parse(&argp, argc, argv, 0, NULL, &parsing);
+    if (refused) /* argp prints the other errors, and exits */
+        cli_fail(refused == ENOMEM ? CLI_NO_MEMORY : CLI_BAD_INPUT, "the command line: %s", strerror(refused));
+    return parsing.argument_count;
 }
 
 /* ---- The problem: masks and scales -------------------------------------------------------------------------- */
@@ -170,55 +203,25 @@ static const char *parse_offset_k(const char *text, void *value)
     return parse_int64(text, &problem->offset_k);
 }
 
-enum {
-    KEY_CAUSAL = OPTIONS_PROBLEM_KEYS,
-    KEY_WINDOW,
-    KEY_OFFSET_Q,
-    KEY_OFFSET_K,
-    KEY_SCALE_T,
-    KEY_SCALE_S,
-    KEY_SOFTCAP_T,
-    KEY_SOFTCAP_S,
-    KEY_DIRECTION,
-};
-
 enum { WHOLE_STRUCT = 0 }; /* offset for parsers that set several members */
 
-static const option_field problem_fields[] = {
-    {KEY_CAUSAL, parse_flag, offsetof(skl_problem, causal)},
-    {KEY_WINDOW, parse_window, WHOLE_STRUCT},
-    {KEY_OFFSET_Q, parse_offset_q, WHOLE_STRUCT},
-    {KEY_OFFSET_K, parse_offset_k, WHOLE_STRUCT},
-    {KEY_SCALE_T, parse_float, offsetof(skl_problem, scale_t)},
-    {KEY_SCALE_S, parse_float, offsetof(skl_problem, scale_s)},
-    {KEY_SOFTCAP_T, parse_float, offsetof(skl_problem, softcap_t)},
-    {KEY_SOFTCAP_S, parse_float, offsetof(skl_problem, softcap_s)},
-    {KEY_DIRECTION, parse_direction, offsetof(skl_problem, direction)},
-    {0, NULL, 0},
-};
-
-static const struct argp_option problem_options[] = {
-    {"causal", KEY_CAUSAL, NULL, 0, "A query attends to no later key", 0},
-    {"window", KEY_WINDOW, "L,R", 0,
-     "A query attends to at most L keys before its position and R keys after it; -1: no limit", 0},
-    {"offset-q", KEY_OFFSET_Q, "N", 0,
-     "Position of query 0, for a shard of a longer sequence; without offsets bottom-right aligned", 0},
-    {"offset-k", KEY_OFFSET_K, "N", 0, "Position of key 0", 0},
-    {"scale-t", KEY_SCALE_T, "X", 0, "Logit scale of the teacher; default 1/sqrt(D)", 0},
-    {"scale-s", KEY_SCALE_S, "X", 0, "Logit scale of the student; default 1/sqrt(D)", 0},
-    {"softcap-t", KEY_SOFTCAP_T, "X", 0, "Logits of the teacher become X tanh(logit / X); default none", 0},
-    {"softcap-s", KEY_SOFTCAP_S, "X", 0, "Logits of the student become X tanh(logit / X); default none", 0},
-    {"direction", KEY_DIRECTION, "forward|reverse", 0,
-     "KL(teacher || student), the default, or KL(student || teacher)", 0},
+const cli_option problem_options[] = {
+    {"causal", NULL, parse_flag, offsetof(skl_problem, causal), "A query attends to no later key"},
+    {"window", "L,R", parse_window, WHOLE_STRUCT,
+     "A query attends to at most L keys before its position and R keys after it; -1: no limit"},
+    {"offset-q", "N", parse_offset_q, WHOLE_STRUCT,
+     "Position of query 0, for a shard of a longer sequence; without offsets bottom-right aligned"},
+    {"offset-k", "N", parse_offset_k, WHOLE_STRUCT, "Position of key 0"},
+    {"scale-t", "X", parse_float, offsetof(skl_problem, scale_t), "Logit scale of the teacher; default 1/sqrt(D)"},
+    {"scale-s", "X", parse_float, offsetof(skl_problem, scale_s), "Logit scale of the student; default 1/sqrt(D)"},
+    {"softcap-t", "X", parse_float, offsetof(skl_problem, softcap_t),
+     "Logits of the teacher become X tanh(logit / X); default none"},
+    {"softcap-s", "X", parse_float, offsetof(skl_problem, softcap_s),
+     "Logits of the student become X tanh(logit / X); default none"},
+    {"direction", "forward|reverse", parse_direction, offsetof(skl_problem, direction),
+     "KL(teacher || student), the default, or KL(student || teacher)"},
     {0},
 };
-
-static error_t parse_problem_option(int key, char *text, struct argp_state *state)
-{
-    return options_store(problem_fields, problem_options, key, text, state->input);
-}
-
-const struct argp problem_argp = {.options = problem_options, .parser = parse_problem_option};
 
 /* ---- The engine: device, threads, kernel -------------------------------------------------------------------- */
 
@@ -228,51 +231,41 @@ const char *parse_device(const char *text, void *value)
     static const char accepted[] = "cpu, cuda or cuda:INDEX";
     skl_options *options = value;
     int64_t index = 0;
-    const char *colon = strchr(text, ':');
-    if (colon && !integer_from_text(colon + 1, 0, INT32_MAX, &index))
-        return accepted;
-    const size_t name_length = colon ? (size_t)(colon - text) : strlen(text);
-    for (int device = SKL_CPU; device <= SKL_CUDA; device++) {
-        const char *name = device_names[device];
-        if (strlen(name) != name_length || strncmp(text, name, name_length) != 0)
-            continue;
-        if (colon && device == SKL_CPU)
-            return accepted;
-        options->device = (skl_device)device;
-        options->device_index = (int32_t)index;
+    const char *const name = device_names[SKL_CUDA];
+    const size_t length = strlen(name);
+    if (strcmp(text, device_names[SKL_CPU]) == 0) {
+        options->device = SKL_CPU;
         return NULL;
     }
-    return accepted;
+    if (strncmp(text, name, length) != 0 ||
+        (text[length] && (text[length] != ':' || !integer_from_text(text + length + 1, 0, INT32_MAX, &index))))
+        return accepted;
+    options->device = SKL_CUDA;
+    options->device_index = (int32_t)index;
+    return NULL;
 }
 
-int fail_plan(skl_status status, const skl_options *options)
-{
-    const bool no_device = status == SKL_ERROR_DEVICE || status == SKL_ERROR_UNSUPPORTED;
-    if (!no_device || options->device == SKL_CPU)
-        return cli_fail_status(status);
-    return cli_fail(CLI_NO_DEVICE, "--device=%s:%" PRId32 ": %s", device_name(options->device), options->device_index,
-                    skl_last_error());
-}
-
-enum { KEY_DEVICE = OPTIONS_ENGINE_KEYS, KEY_THREADS, KEY_KERNEL };
-
-static const option_field engine_fields[] = {
-    {KEY_DEVICE, parse_device, WHOLE_STRUCT},
-    {KEY_THREADS, parse_int32, offsetof(skl_options, threads)},
-    {KEY_KERNEL, parse_string, offsetof(skl_options, kernel)},
-    {0, NULL, 0},
-};
-
-static const struct argp_option engine_options[] = {
-    {"device", KEY_DEVICE, "cpu|cuda[:N]", 0, "Where to compute; default cpu", 0},
-    {"threads", KEY_THREADS, "N", 0, "CPU threads; default STREAMKL_THREADS, else every core", 0},
-    {"kernel", KEY_KERNEL, "NAME", 0, "A kernel that streamkl info lists; default STREAMKL_KERNEL, else the best", 0},
+const cli_option engine_options[] = {
+    {"device", "cpu|cuda[:N]", parse_device, WHOLE_STRUCT, "Where to compute; default cpu"},
+    {"threads", "N", parse_int32, offsetof(skl_options, threads),
+     "CPU threads; default STREAMKL_THREADS, else every core"},
+    {"kernel", "NAME", parse_string, offsetof(skl_options, kernel),
+     "A kernel that streamkl info lists; default STREAMKL_KERNEL, else the best"},
     {0},
 };
 
-static error_t parse_engine_option(int key, char *text, struct argp_state *state)
+void plan_check(skl_status status, const skl_options *options)
 {
-    return options_store(engine_fields, engine_options, key, text, state->input);
+    const bool no_device = status == SKL_ERROR_DEVICE || status == SKL_ERROR_UNSUPPORTED;
+    if (no_device && options->device != SKL_CPU && !device_error()[0])
+        cli_fail(CLI_NO_DEVICE, "--device=%s:%" PRId32 ": %s", device_name(options->device), options->device_index,
+                 skl_last_error());
+    cli_check(status);
 }
 
-const struct argp engine_argp = {.options = engine_options, .parser = parse_engine_option};
+skl_plan *plan_create(const skl_problem *problem, const skl_options *options)
+{
+    skl_plan *plan = NULL;
+    plan_check(skl_plan_create(&plan, problem, options), options);
+    return plan;
+}

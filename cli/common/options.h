@@ -1,19 +1,41 @@
-/* Table-driven option parsing, and the options that several commands share. */
+/* The options of a command, each declared once, and those that several commands share. */
 #ifndef STREAMKL_CLI_COMMON_OPTIONS_H
 #define STREAMKL_CLI_COMMON_OPTIONS_H
 
 #include "streamkl.h"
 #include <argp.h>
+#include <stddef.h>
 
 /* Stores the value of `text`, or returns a description of the accepted values ("an integer"). */
 typedef const char *option_parser(const char *text, void *value);
 
-/* The destination of an option's value: `offset` bytes into the command's struct. */
-typedef struct option_field {
-    int key; /* as in the argp_option table */
+typedef struct cli_option {
+    const char *name;     /* without the dashes; NULL ends a table */
+    const char *argument; /* as the help shows it ("N"); NULL: a flag */
     option_parser *parse;
-    size_t offset;
-} option_field;
+    size_t offset; /* of the value in the target of its group */
+    const char *doc;
+} cli_option;
+
+/* Options that the help shows together, and whose values are in one struct. */
+typedef struct option_group {
+    const char *title;
+    const cli_option *options; /* NULL ends the list of groups */
+    size_t target;             /* offset of the struct in the request */
+} option_group;
+
+typedef struct command_line {
+    const char *doc;
+    const option_group *groups;
+    const char *arguments; /* "FILE...": at least one must be given; NULL: none is accepted */
+} command_line;
+
+/* Parses a command line into `request`, or fails. Returns the number of arguments, which are then the last of argv.
+ */
+int options_parse(const command_line *command, int argc, char **argv, void *request);
+
+extern const cli_option problem_options[]; /* of an skl_problem: masks, scales and direction */
+extern const cli_option engine_options[];  /* of an skl_options: device, threads and kernel */
 
 option_parser parse_flag;   /* int32_t, set to 1; for options without an argument */
 option_parser parse_string; /* const char *, not copied */
@@ -25,35 +47,17 @@ option_parser parse_direction;
 option_parser parse_dtype;
 option_parser parse_device; /* skl_options: its device and device_index */
 
-/* For argp parsers: finds `key` in the table, which ends with key 0, and stores its value. Returns 0,
- * ARGP_ERR_UNKNOWN for a key that is not in the table, or EINVAL after printing one line that names the option. */
-error_t options_store(const option_field *fields, const struct argp_option *options, int key, const char *text,
-                      void *target);
-
-/* Parses a command line into `request`. Prints why it failed, and returns an exit code. */
-int options_parse(const struct argp *argp, int argc, char **argv, unsigned flags, void *request);
-
-/* A child for a command's argp: masks, scales and direction. Input: the skl_problem to fill in. */
-extern const struct argp problem_argp;
-
-/* A child for a command's argp: device, threads and kernel. Input: the skl_options to fill in. */
-extern const struct argp engine_argp;
+/* Stores the index of a name in an enum. Returns `accepted` if the text is none of the names. */
+const char *parse_name(const char *text, const char *const *names, int count, void *value, const char *accepted);
 
 /* Names in the spelling of the options. */
-const char *direction_name(skl_direction direction);
+const char *direction_name(skl_direction direction);    /* "forward", "reverse" */
+const char *direction_formula(skl_direction direction); /* "teacher || student", "student || teacher" */
 const char *device_name(skl_device device);
-
 const char *dtype_name(skl_dtype dtype);
 
-/* Prints why no plan could be created, naming --device if that is the cause. Returns the exit code. */
-int fail_plan(skl_status status, const skl_options *options);
-
-/* Keys of options without a short form. Each module has its own range, so that argp can merge them. */
-enum {
-    OPTIONS_PROBLEM_KEYS = 0x100,
-    OPTIONS_ENGINE_KEYS = 0x200,
-    OPTIONS_INPUT_KEYS = 0x300,
-    OPTIONS_COMMAND_KEYS = 0x400
-};
+/* Creates a plan, or fails with the reason, naming --device if that is the cause. */
+skl_plan *plan_create(const skl_problem *problem, const skl_options *options);
+void plan_check(skl_status status, const skl_options *options); /* the same for a status of the library */
 
 #endif

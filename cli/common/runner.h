@@ -3,9 +3,7 @@
 #define STREAMKL_CLI_COMMON_RUNNER_H
 
 #include "device/mirror.h"
-#include "cli/term/term.h"
 
-/* The plan keeps its address: do not move it between open and close. */
 typedef struct plan_runner {
     skl_plan *plan;
     skl_device device;
@@ -14,7 +12,6 @@ typedef struct plan_runner {
     device_timer timer;
     void *workspace; /* in device memory */
     size_t workspace_size;
-    term_progress progress;
     bool explains;                            /* set it after runner_open() to get the explanations */
     char *explanations[SKL_OP_PARTIAL];       /* by operation; NULL: none */
     double forward_seconds, backward_seconds; /* of the kernels, without copies to and from a GPU */
@@ -22,11 +19,10 @@ typedef struct plan_runner {
     int64_t peak_growth;                      /* peak growth since then; -1: unknown, or on a GPU */
 } plan_runner;
 
-/* Tensors are in host memory. On failure these print why. They return an exit code. Call runner_close() in any case.
- */
-int runner_open(plan_runner *runner, const skl_problem *problem, const skl_options *options);
-int runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_rows *rows);
-int runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gradients *gradients);
+/* Tensors are in host memory. */
+void runner_open(plan_runner *runner, const skl_problem *problem, const skl_options *options);
+void runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_rows *rows);
+void runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gradients *gradients);
 void runner_close(plan_runner *runner);
 
 /* "on 4 threads", "on NVIDIA H200" */

@@ -5,7 +5,6 @@
 #include "distill/evaluate.h"
 #include "distill/task.h"
 #include "distill/train.h"
-#include "cli/io/file_set.h"
 #include "cli/io/tensor_file.h"
 
 #include <stdbool.h>
@@ -27,7 +26,7 @@ typedef struct distill_request {
     distill_settings settings;
     skl_options options;
     const char *folder;
-    int32_t no_baseline, json;
+    int32_t json;
 } distill_request;
 
 /* ---- Sequences and layers ----------------------------------------------------------------------------------- */
@@ -53,14 +52,13 @@ typedef struct distill_source {
     distill_files files;
 } distill_source;
 
-/* Both set the shapes in `settings` that the source determines. On failure they print why. They return an exit code.
- */
-int distill_source_open(distill_source *source, distill_settings *settings, int threads); /* CPU threads */
-int distill_files_open(distill_source *source, distill_settings *settings);
+/* Both set the shapes in `settings` that the source determines. */
+void distill_source_open(distill_source *source, distill_settings *settings, int threads); /* CPU threads */
+void distill_files_open(distill_source *source, distill_settings *settings);
 void distill_source_close(distill_source *source);
 
 /* Call it before results are written: refuses files that changed since they were opened. */
-int distill_source_unchanged(const distill_source *source);
+void distill_source_unchanged(const distill_source *source);
 
 /* ---- The run ------------------------------------------------------------------------------------------------ */
 
@@ -68,9 +66,9 @@ int distill_source_unchanged(const distill_source *source);
 typedef struct distill_history {
     float *loss; /* [steps] */
     int64_t evaluation_count;
-    float *evaluation_step, *evaluation_kl, *evaluation_hits; /* at most [steps + 1] */
-    double seconds; /* of training */
-    double tokens;  /* trained on */
+    float *evaluation_step, *evaluation_kl; /* at most [steps + 1] */
+    double seconds;                         /* of training */
+    double tokens;                          /* trained on */
 } distill_history;
 
 typedef struct distill_run {
@@ -81,21 +79,21 @@ typedef struct distill_run {
     output_loss control_loss;
     distill_history history;
     evaluation before, after, after_control;
-    int64_t peak; /* resident bytes, without the baseline that the report times */
+    int64_t peak; /* resident bytes */
 } distill_run;
 
 extern volatile int distill_stop; /* set by Ctrl-C */
 
-int distill_train(distill_run *run);
+void distill_train(distill_run *run);
 
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
-int distill_student_save(file_set *set, const distill_run *run);
+void distill_student_save(const distill_run *run);
 
 /* DIR/report.html. Sets run->peak. */
-int distill_report_write(file_set *set, distill_run *run);
+void distill_report_write(distill_run *run);
 
 void distill_print_result(const distill_run *run);
-int distill_print_json(const distill_run *run);
+void distill_print_json(const distill_run *run);
 
 /* A path in the output folder. */
 typedef struct distill_path {

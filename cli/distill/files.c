@@ -19,8 +19,8 @@ static const void *find_tensor(tensor_file *file, const char *name, const stored
 }
 
 /* Heads and head size of weights [heads, dim, width], or of [heads * dim, width] if `dim` or `heads` is known. */
-static int read_weight_shape(const stored_tensor *tensor, const char *path, int64_t *heads, int64_t *dim,
-                             int64_t *width)
+static void read_weight_shape(const stored_tensor *tensor, const char *path, int64_t *heads, int64_t *dim,
+                              int64_t *width)
 {
     const int64_t rows = tensor->rank == 3 ? tensor->shape[0] * tensor->shape[1] : tensor->shape[0];
     if (tensor->rank == 3) {
@@ -32,11 +32,10 @@ static int read_weight_shape(const stored_tensor *tensor, const char *path, int6
         *dim = rows / *heads;
     }
     if (tensor->rank < 2 || tensor->rank > 3 || *heads < 1 || *dim < 1 || *heads * *dim != rows)
-        return cli_fail(CLI_BAD_INPUT,
-                        "%s: %s: must be [heads, dim, hidden], or [heads * dim, hidden] with --heads-t and --heads-s",
-                        path, tensor->name);
+        cli_fail(CLI_BAD_INPUT,
+                 "%s: %s: must be [heads, dim, hidden], or [heads * dim, hidden] with --heads-t and --heads-s", path,
+                 tensor->name);
     *width = tensor->shape[tensor->rank - 1];
-    return CLI_OK;
 }
 
 /* A file has [heads * dim, width], a layer [width, heads * dim]. */
@@ -47,33 +46,23 @@ static void transpose_into(float *weights, const void *data, skl_dtype dtype, in
             weights[i * columns + c] = tensor_number_at(data, dtype, c * width + i);
 }
 
-static int read_layer(layer *weights, tensor_file *file, const char *path, int64_t heads)
+static void read_layer(layer *weights, tensor_file *file, const char *path, int64_t heads)
 {
     const stored_tensor *q, *k;
-    const void *const q_data = find_tensor(file, "w_q", &q), *const k_data =
-                                                                 q_data ? find_tensor(file, "w_k", &k) : NULL;
-    if (q_data == NULL || k_data == NULL)
-        return CLI_BAD_INPUT;
+    const void *const q_data = find_tensor(file, "w_q", &q);
+    const void *const k_data = find_tensor(file, "w_k", &k);
     layer_shape shape = {.heads = heads};
-    int64_t dim_k = 0, width_k = 0;
-    int exit_code = read_weight_shape(q, path, &shape.heads, &shape.dim, &shape.width);
-    if (exit_code == CLI_OK) {
-        dim_k = k->rank == 2 ? shape.dim : 0;
-        exit_code = read_weight_shape(k, path, &shape.key_heads, &dim_k, &width_k);
-    }
-    if (exit_code != CLI_OK)
-        return exit_code;
+    read_weight_shape(q, path, &shape.heads, &shape.dim, &shape.width);
+    int64_t dim_k = k->rank == 2 ? shape.dim : 0, width_k = 0;
+    read_weight_shape(k, path, &shape.key_heads, &dim_k, &width_k);
     if (dim_k != shape.dim || width_k != shape.width || shape.heads % shape.key_heads != 0)
-        return cli_fail(CLI_BAD_INPUT,
-                        "%s: w_q has %" PRId64 " heads of %" PRId64 " for hidden states of %" PRId64 ", w_k %" PRId64
-                        " of %" PRId64 " for %" PRId64 ": must agree",
-                        path, shape.heads, shape.dim, shape.width, shape.key_heads, dim_k, width_k);
-    const skl_status status = layer_allocate(weights, shape);
-    if (status != SKL_OK)
-        return cli_fail_status(status);
+        cli_fail(CLI_BAD_INPUT,
+                 "%s: w_q has %" PRId64 " heads of %" PRId64 " for hidden states of %" PRId64 ", w_k %" PRId64
+                 " of %" PRId64 " for %" PRId64 ": must agree",
+                 path, shape.heads, shape.dim, shape.width, shape.key_heads, dim_k, width_k);
+    cli_check(layer_allocate(weights, shape));
     transpose_into(weights->w_q, q_data, q->dtype, shape.heads * shape.dim, shape.width);
     transpose_into(weights->w_k, k_data, k->dtype, shape.key_heads * shape.dim, shape.width);
-    return CLI_OK;
 }
 
 /* ---- Hidden states ------------------------------------------------------------------------------------------ */
@@ -100,49 +89,42 @@ static sequence file_at(void *state, sequence_split split, uint64_t index)
     return (sequence){files->buffer_t, files->buffer_s, NULL, 0};
 }
 
-static int check_hidden(const stored_tensor *hidden, const char *path, int64_t width)
+static void check_hidden(const stored_tensor *hidden, const char *path, int64_t width)
 {
     if (hidden->rank != 3 || hidden->shape[2] != width)
-        return cli_fail(CLI_BAD_INPUT,
-                        "%s: hidden: must be [sequences, context, %" PRId64
-                        "], with the width of w_q of the same model",
-                        path, width);
-    return CLI_OK;
+        cli_fail(CLI_BAD_INPUT,
+                 "%s: hidden: must be [sequences, context, %" PRId64 "], with the width of w_q of the same model",
+                 path, width);
 }
 
-static int open_hidden(distill_source *source, const distill_settings *settings)
+static float *allocate_sequence(const stored_tensor *hidden)
+{
+    void *buffer;
+    const size_t size = (size_t)(hidden->shape[1] * hidden->shape[2]) * sizeof(float);
+    cli_check(device_allocate(SKL_CPU, size, "hidden states", &buffer));
+    return buffer;
+}
+
+static void open_hidden(distill_source *source, const distill_settings *settings)
 {
     distill_files *const files = &source->files;
-    files->data_t = find_tensor(files->teacher_file, "hidden", &files->hidden_t);
-    if (files->data_t == NULL)
-        return CLI_BAD_INPUT;
-    int exit_code = check_hidden(files->hidden_t, settings->teacher_path, source->teacher_from_file.shape.width);
     const bool separate = tensor_file_find(files->student_file, "hidden", NULL) != NULL;
+    files->data_s = files->data_t = find_tensor(files->teacher_file, "hidden", &files->hidden_t);
     files->hidden_s = files->hidden_t;
-    files->data_s = files->data_t;
-    if (exit_code == CLI_OK && separate)
+    if (separate)
         files->data_s = find_tensor(files->student_file, "hidden", &files->hidden_s);
-    if (files->data_s == NULL)
-        return CLI_BAD_INPUT;
-    if (exit_code == CLI_OK)
-        exit_code = check_hidden(files->hidden_s, separate ? settings->student_path : settings->teacher_path,
-                                 source->initial_student.shape.width);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    check_hidden(files->hidden_t, settings->teacher_path, source->teacher_from_file.shape.width);
+    check_hidden(files->hidden_s, separate ? settings->student_path : settings->teacher_path,
+                 source->initial_student.shape.width);
     for (int axis = 0; axis < 2; axis++)
         if (files->hidden_t->shape[axis] != files->hidden_s->shape[axis])
-            return cli_fail(CLI_BAD_INPUT,
-                            "hidden: %s has %" PRId64 " sequences of %" PRId64 ", %s %" PRId64 " of %" PRId64
-                            ": must be equal",
-                            settings->teacher_path, files->hidden_t->shape[0], files->hidden_t->shape[1],
-                            settings->student_path, files->hidden_s->shape[0], files->hidden_s->shape[1]);
-    const size_t tokens = (size_t)files->hidden_t->shape[1];
-    skl_status status = device_allocate(SKL_CPU, tokens * (size_t)files->hidden_t->shape[2] * sizeof(float),
-                                        "hidden states", (void **)&files->buffer_t);
-    if (status == SKL_OK && separate)
-        status = device_allocate(SKL_CPU, tokens * (size_t)files->hidden_s->shape[2] * sizeof(float), "hidden states",
-                                 (void **)&files->buffer_s);
-    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
+            cli_fail(CLI_BAD_INPUT,
+                     "hidden: %s has %" PRId64 " sequences of %" PRId64 ", %s %" PRId64 " of %" PRId64
+                     ": must be equal",
+                     settings->teacher_path, files->hidden_t->shape[0], files->hidden_t->shape[1],
+                     settings->student_path, files->hidden_s->shape[0], files->hidden_s->shape[1]);
+    files->buffer_t = allocate_sequence(files->hidden_t);
+    files->buffer_s = separate ? allocate_sequence(files->hidden_s) : NULL;
 }
 
 /* ---- All of it ---------------------------------------------------------------------------------------------- */
@@ -156,34 +138,24 @@ static tensor_file *open_file(const char *path)
     return file;
 }
 
-static int check_sequences(const distill_files *files, const distill_settings *settings)
+static void check_sequences(const distill_files *files, const distill_settings *settings)
 {
     if (files->context < 1)
-        return cli_fail(CLI_BAD_INPUT, "%s: hidden: must have at least one token", settings->teacher_path);
-    if (files->held_out < files->sequences)
-        return CLI_OK;
-    return cli_fail(CLI_BAD_INPUT,
-                    "--held-out=%" PRId64 ": must be below the %" PRId64
-                    " sequences of %s, to leave some for training",
-                    files->held_out, files->sequences, settings->teacher_path);
+        cli_fail(CLI_BAD_INPUT, "%s: hidden: must have at least one token", settings->teacher_path);
+    if (files->held_out >= files->sequences)
+        cli_fail(CLI_BAD_INPUT,
+                 "--held-out=%" PRId64 ": must be below the %" PRId64 " sequences of %s, to leave some for training",
+                 files->held_out, files->sequences, settings->teacher_path);
 }
 
-int distill_files_open(distill_source *source, distill_settings *settings)
+void distill_files_open(distill_source *source, distill_settings *settings)
 {
     distill_files *const files = &source->files;
     files->teacher_file = open_file(settings->teacher_path);
-    files->student_file = files->teacher_file ? open_file(settings->student_path) : NULL;
-    if (files->student_file == NULL)
-        return CLI_BAD_INPUT;
-    int exit_code =
-        read_layer(&source->teacher_from_file, files->teacher_file, settings->teacher_path, settings->heads_t);
-    if (exit_code == CLI_OK)
-        exit_code =
-            read_layer(&source->initial_student, files->student_file, settings->student_path, settings->heads_s);
-    if (exit_code == CLI_OK)
-        exit_code = open_hidden(source, settings);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    files->student_file = open_file(settings->student_path);
+    read_layer(&source->teacher_from_file, files->teacher_file, settings->teacher_path, settings->heads_t);
+    read_layer(&source->initial_student, files->student_file, settings->student_path, settings->heads_s);
+    open_hidden(source, settings);
     const layer_shape *const teacher = &source->teacher_from_file.shape, *const student =
                                                                              &source->initial_student.shape;
     files->sequences = files->hidden_t->shape[0];
@@ -200,5 +172,5 @@ int distill_files_open(distill_source *source, distill_settings *settings)
     source->shape = (attention_pair_shape){files->context, *teacher, *student, settings->direction};
     source->teacher = &source->teacher_from_file;
     source->sequences = (sequence_source){files, file_at};
-    return check_sequences(files, settings);
+    check_sequences(files, settings);
 }

@@ -1,14 +1,13 @@
 /* report.html: the result of a run on one self-contained page. */
 #include "device/machine.h"
 #include "cli/common/cli.h"
-#include "cli/distill/document.h"
 #include "cli/distill/distill.h"
-#include "cli/distill/timing.h"
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
 #include "cli/common/workload.h"
+#include "cli/io/file_write.h"
 #include "view/attention_map.h"
-#include "view/bytes.h"
+#include "view/page.h"
 #include "view/picture.h"
 
 #include <inttypes.h>
@@ -16,6 +15,55 @@
 #include <stdlib.h>
 
 enum { MAP_BUCKETS = 64, MAP_HEADS_MAX = 8 };
+
+/* ---- Parts of the document: view/report.html says what it consists of. NULL stands for out of memory. ------------
+ */
+
+static json_t *document_numbers(const double *values, int64_t count)
+{
+    json_t *const numbers = json_array();
+    for (int64_t i = 0; i < count; i++)
+        cli_json_append(numbers, cli_json_number(values[i]));
+    return numbers;
+}
+
+static json_t *document_matrix(const double *values, int64_t rows, int64_t columns)
+{
+    json_t *const matrix = json_array();
+    for (int64_t row = 0; row < rows; row++)
+        cli_json_append(matrix, document_numbers(values + row * columns, columns));
+    return matrix;
+}
+
+/* A curve of a chart. `style` is a class of the page: teacher, before, after, loss or control. x may be NULL. */
+static json_t *document_series(const char *name, const char *style, const double *x, const double *y, int64_t count,
+                               bool dots)
+{
+    return json_pack("{ss ss so so sb}", "name", name, "style", style, "x", document_numbers(x, x ? count : 0), "y",
+                     document_numbers(y, count), "dots", (int)dots);
+}
+
+/* A chart of curves. The axis of y is logarithmic. */
+static json_t *document_lines(const char *title, const char *x_label, double x_max, json_t *series)
+{
+    return json_pack("{ss ss ss sf sb so}", "kind", "lines", "title", title, "x_label", x_label, "x_max", x_max,
+                     "log_y", 1, "series", series);
+}
+
+/* `header` ends with NULL. */
+static json_t *document_table(const char *title, const char *const *header, json_t *rows, json_t *note)
+{
+    json_t *const names = json_array();
+    for (; *header; header++)
+        cli_json_append(names, json_string(*header));
+    return json_pack("{ss ss so so so}", "kind", "table", "title", title, "header", names, "rows", rows, "note",
+                     note);
+}
+
+static json_t *document_section(const char *title, const char *lead, json_t *blocks)
+{
+    return json_pack("{ss ss so}", "title", title, "lead", lead, "blocks", blocks);
+}
 
 /* ---- Key figures -------------------------------------------------------------------------------------------- */
 
@@ -38,19 +86,18 @@ static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double materialised = workload_of(&run->pair.problem, &inputs).materialised_size;
-    json_t *all = json_array();
-    cli_json_append(&all,
-                    figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
-                           json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
+    json_t *const all = json_array();
+    cli_json_append(all, figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
+                                json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
     if (run->source->retrieves)
-        cli_json_append(&all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)),
-                                     "definitions found", hits_detail(run)));
-    cli_json_append(&all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
-                                 json_sprintf("materialised, the matrices of a step would take %s",
-                                              cli_bytes_text(materialised).text)));
-    cli_json_append(&all, figure(json_sprintf("%.0f s", run->history.seconds), "of training",
-                                 json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
-                                              run->request->settings.batch * run->request->settings.context)));
+        cli_json_append(all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)),
+                                    "definitions found", hits_detail(run)));
+    cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
+                                json_sprintf("materialised, the matrices of a step would take %s",
+                                             cli_bytes_text(materialised).text)));
+    cli_json_append(all, figure(json_sprintf("%.0f s", run->history.seconds), "of training",
+                                json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+                                             run->request->settings.batch * run->request->settings.context)));
     return all;
 }
 
@@ -71,10 +118,10 @@ static json_t *kl_by_step(const distill_run *run)
         x[p] = (double)begin;
         y[p] = sum / (double)(end - begin);
     }
-    json_t *held_out_x = json_array(), *held_out_y = json_array();
+    json_t *const held_out_x = json_array(), *const held_out_y = json_array();
     for (int64_t e = 0; e < history->evaluation_count; e++) {
-        cli_json_append(&held_out_x, json_integer((json_int_t)history->evaluation_step[e]));
-        cli_json_append(&held_out_y, cli_json_number((double)history->evaluation_kl[e]));
+        cli_json_append(held_out_x, json_integer((json_int_t)history->evaluation_step[e]));
+        cli_json_append(held_out_y, cli_json_number((double)history->evaluation_kl[e]));
     }
     json_t *const held_out = json_pack("{ss ss so so sb}", "name", "held out", "style", "after", "x", held_out_x, "y",
                                        held_out_y, "dots", 1);
@@ -98,15 +145,15 @@ static json_t *kl_by_head(const distill_run *run)
 {
     static const char *const header[] = {"head", "learns the mean of", "before", "after", "times smaller", NULL};
     const int64_t heads = run->pair.problem.heads_s, group_size = run->pair.problem.heads_t / heads;
-    json_t *rows = json_array();
+    json_t *const rows = json_array();
     for (int64_t head = 0; head < heads && head < EVALUATE_HEADS_MAX; head++) {
         const double before = run->before.kl_head[head], after = run->after.kl_head[head];
         const char *const kind = !run->source->retrieves ? "" : task_head_retrieves(head) ? ", retrieval" : ", topic";
-        cli_json_append(&rows, json_pack("[oooo o]", json_sprintf("%" PRId64 "%s", head, kind),
-                                         json_sprintf("teacher heads %" PRId64 "..%" PRId64, head * group_size,
-                                                      (head + 1) * group_size - 1),
-                                         cli_json_number(before), cli_json_number(after),
-                                         json_sprintf("%.0f", before / after)));
+        cli_json_append(rows, json_pack("[oooo o]", json_sprintf("%" PRId64 "%s", head, kind),
+                                        json_sprintf("teacher heads %" PRId64 "..%" PRId64, head * group_size,
+                                                     (head + 1) * group_size - 1),
+                                        cli_json_number(before), cli_json_number(after),
+                                        json_sprintf("%.0f", before / after)));
     }
     return document_table("KL by head", header, rows, json_null());
 }
@@ -125,19 +172,20 @@ static json_t *training_section(const distill_run *run)
 static json_t *found_by_depth(const distill_run *run)
 {
     double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS], control[EVALUATE_DEPTHS];
-    json_t *groups = json_array();
+    json_t *const groups = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         teacher[d] = evaluate_hit_rate_t(&run->after.depths[d]);
         before[d] = evaluate_hit_rate_s(&run->before.depths[d]);
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
         control[d] = evaluate_hit_rate_s(&run->after_control.depths[d]);
-        cli_json_append(&groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
+        cli_json_append(groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
     }
-    json_t *series = json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher, EVALUATE_DEPTHS, false),
-                               document_series("before", "before", NULL, before, EVALUATE_DEPTHS, false),
-                               document_series("after", "after", NULL, after, EVALUATE_DEPTHS, false));
+    json_t *const series =
+        json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher, EVALUATE_DEPTHS, false),
+                  document_series("before", "before", NULL, before, EVALUATE_DEPTHS, false),
+                  document_series("after", "after", NULL, after, EVALUATE_DEPTHS, false));
     if (run->request->settings.control_queries)
-        cli_json_append(&series, document_series("control", "control", NULL, control, EVALUATE_DEPTHS, false));
+        cli_json_append(series, document_series("control", "control", NULL, control, EVALUATE_DEPTHS, false));
     return json_pack("{ss ss ss so so}", "kind", "bars", "title", "Definitions found, by depth", "x_label",
                      "depth of the definition, % of the context", "groups", groups, "series", series);
 }
@@ -145,16 +193,15 @@ static json_t *found_by_depth(const distill_run *run)
 static json_t *kl_by_depth(const distill_run *run)
 {
     static const char *const header[] = {"depth", "references", "KL before", "KL after", NULL};
-    json_t *rows = json_array();
+    json_t *const rows = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         const depth_score *const first = &run->before.depths[d], *const last = &run->after.depths[d];
         if (last->references)
             cli_json_append(
-                &rows,
-                json_pack("[oIoo]",
-                          json_sprintf("%d..%d %%", 100 * d / EVALUATE_DEPTHS, 100 * (d + 1) / EVALUATE_DEPTHS),
-                          (json_int_t)last->references, cli_json_number(first->kl / (double)first->references),
-                          cli_json_number(last->kl / (double)last->references)));
+                rows, json_pack("[oIoo]",
+                                json_sprintf("%d..%d %%", 100 * d / EVALUATE_DEPTHS, 100 * (d + 1) / EVALUATE_DEPTHS),
+                                (json_int_t)last->references, cli_json_number(first->kl / (double)first->references),
+                                cli_json_number(last->kl / (double)last->references)));
     }
     return document_table("KL of the references", header, rows, json_null());
 }
@@ -183,7 +230,7 @@ typedef struct report_maps {
 } report_maps;
 
 /* The map of a student on the first held-out sequence. */
-static skl_status map_student(attention_map *map, distill_run *run, const layer *student)
+static void map_student(attention_map *map, distill_run *run, const layer *student)
 {
     const sequence_source *const source = &run->source->sequences;
     const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, 0);
@@ -192,17 +239,7 @@ static skl_status map_student(attention_map *map, distill_run *run, const layer 
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     skl_problem problem = run->pair.problem;
     problem.gradients = 0;
-    return attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options);
-}
-
-static int compute_maps(report_maps *maps, distill_run *run)
-{
-    skl_status status = map_student(&maps->before, run, &run->source->initial_student);
-    if (status == SKL_OK)
-        status = map_student(&maps->after, run, &run->student.weights);
-    if (status == SKL_OK && run->request->settings.control_queries)
-        status = map_student(&maps->control, run, &run->control.weights);
-    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
+    cli_check(attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options));
 }
 
 static json_t *drawn_map(const char *caption, const char *palette, const attention_map *map, const double *values,
@@ -230,9 +267,9 @@ static json_t *head_maps(const report_maps *maps, int64_t head)
 
 static json_t *maps_section(const report_maps *maps)
 {
-    json_t *blocks = json_array();
+    json_t *const blocks = json_array();
     for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
-        cli_json_append(&blocks, head_maps(maps, head));
+        cli_json_append(blocks, head_maps(maps, head));
     return document_section(
         "Attention maps",
         "Attention on one held-out sequence, pooled into 64 x 64 buckets: queries from top to bottom, keys from left "
@@ -249,11 +286,11 @@ static json_t *memory_table(const distill_run *run)
     static const char *const header[] = {"context", "matrices", "this library", NULL};
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double matrices = workload_of(&run->pair.problem, &inputs).materialised_size;
-    json_t *rows = json_array();
+    json_t *const rows = json_array();
     for (int64_t factor = 1; factor <= 64; factor *= 4)
-        cli_json_append(&rows, json_pack("[Iss]", (json_int_t)(run->pair.problem.len_q * factor),
-                                         cli_bytes_text((double)(factor * factor) * matrices).text,
-                                         cli_bytes_text((double)run->pair.workspace_size).text));
+        cli_json_append(rows, json_pack("[Iss]", (json_int_t)(run->pair.problem.len_q * factor),
+                                        cli_bytes_text((double)(factor * factor) * matrices).text,
+                                        cli_bytes_text((double)run->pair.workspace_size).text));
     return document_table("Memory", header, rows,
                           json_sprintf("The workspace does not grow with the context. The peak of the whole process, "
                                        "including data and weights, was %s.",
@@ -262,12 +299,11 @@ static json_t *memory_table(const distill_run *run)
 
 static json_t *costs_section(const distill_run *run)
 {
-    json_t *const time = run->request->no_baseline ? distill_timing_refused("--no-baseline") : distill_timing(run);
     return document_section(
         "Compared with materialising",
         "Attention KL is usually computed from whole matrices: P of every teacher head, S and its gradient of every "
-        "student head, in f32.",
-        json_pack("[oo]", memory_table(run), time));
+        "student head, in f32. `streamkl bench` compares the times on this machine.",
+        json_pack("[o]", memory_table(run)));
 }
 
 /* ---- Settings ----------------------------------------------------------------------------------------------- */
@@ -299,22 +335,26 @@ static int64_t count_of(const distill_settings *settings, size_t index)
 
 static json_t *command_block(const distill_settings *settings)
 {
-    bytes text = {0};
-    bytes_print(&text, "streamkl distill");
+    char *text = NULL;
+    size_t size;
+    FILE *const stream = open_memstream(&text, &size);
+    if (stream == NULL)
+        return NULL;
+    fprintf(stream, "streamkl distill");
     if (settings->teacher_path)
-        bytes_print(&text, " --teacher %s --student %s", settings->teacher_path, settings->student_path);
+        fprintf(stream, " --teacher %s --student %s", settings->teacher_path, settings->student_path);
     for (size_t c = 0; c < COUNTS; c++)
         if (!settings->teacher_path || counts[c].offset >= offsetof(distill_settings, steps))
-            bytes_print(&text, " --%s %" PRId64, counts[c].name, count_of(settings, c));
-    bytes_print(&text, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
-    bytes_add_u8(&text, 0);
+            fprintf(stream, " --%s %" PRId64, counts[c].name, count_of(settings, c));
+    fprintf(stream, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
+    const bool complete = !ferror(stream);
     json_t *const block =
-        json_pack("{ss so}", "kind", "command", "text", text.failed ? NULL : cli_json_path((const char *)text.data));
-    bytes_free(&text);
+        json_pack("{ss so}", "kind", "command", "text", fclose(stream) == 0 && complete ? cli_json_path(text) : NULL);
+    free(text);
     return block;
 }
 
-static void add_setting(json_t **rows, const char *name, json_t *value)
+static void add_setting(json_t *rows, const char *name, json_t *value)
 {
     cli_json_append(rows, json_pack("[so]", name, value));
 }
@@ -323,24 +363,24 @@ static json_t *settings_section(const distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
     char text[160];
-    json_t *rows = json_array();
+    json_t *const rows = json_array();
     for (size_t c = 0; c < COUNTS; c++)
-        add_setting(&rows, counts[c].name, json_sprintf("%" PRId64, count_of(settings, c)));
-    add_setting(&rows, "rate",
+        add_setting(rows, counts[c].name, json_sprintf("%" PRId64, count_of(settings, c)));
+    add_setting(rows, "rate",
                 json_sprintf("%g, warm-up over 5 %% of the steps, then cosine decay", (double)settings->rate));
-    add_setting(&rows, "direction", json_string(direction_name(settings->direction)));
+    add_setting(rows, "direction", json_string(direction_name(settings->direction)));
     if (settings->teacher_path) {
-        add_setting(&rows, "teacher", cli_json_path(settings->teacher_path));
-        add_setting(&rows, "student", cli_json_path(settings->student_path));
+        add_setting(rows, "teacher", cli_json_path(settings->teacher_path));
+        add_setting(rows, "student", cli_json_path(settings->student_path));
     }
-    add_setting(&rows, "steps done", json_sprintf("%" PRId64 " of %" PRId64, run->student.step, settings->steps));
-    add_setting(&rows, "kernel", json_string(skl_plan_kernel(run->pair.plan)));
+    add_setting(rows, "steps done", json_sprintf("%" PRId64 " of %" PRId64, run->student.step, settings->steps));
+    add_setting(rows, "kernel", json_string(skl_plan_kernel(run->pair.plan)));
     machine_cpu_model(text, sizeof text);
-    add_setting(&rows, "CPU", cli_json_path(text));
-    add_setting(&rows, "threads", json_sprintf("%d", run->pair.threads));
+    add_setting(rows, "CPU", cli_json_path(text));
+    add_setting(rows, "threads", json_sprintf("%d", run->pair.threads));
     machine_date(text, sizeof text);
-    add_setting(&rows, "date", cli_json_path(text));
-    add_setting(&rows, "library", json_string(skl_build_info()));
+    add_setting(rows, "date", cli_json_path(text));
+    add_setting(rows, "library", json_string(skl_build_info()));
     json_t *const table = json_pack("{ss so sb}", "kind", "table", "rows", rows, "plain", 1);
     return document_section("Reproducing this run",
                             "The same command on the same machine gives bitwise equal weights.",
@@ -360,32 +400,41 @@ static json_t *lead(const distill_run *run)
         "%" PRId64 " student heads of size %" PRId64 " learned the attention of %" PRId64
         " teacher heads of size %" PRId64 " at a context of %" PRId64
         " tokens. W_q and W_k were trained on KL(%s). The KL was streamed: no N × N matrix was stored.%s",
-        s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context,
-        s->direction == SKL_KL_FORWARD ? "teacher || student" : "student || teacher", stopped);
+        s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context, direction_formula(s->direction), stopped);
 }
 
 static json_t *document_of(const distill_run *run, const report_maps *maps)
 {
-    json_t *sections = json_array();
+    json_t *const sections = json_array();
     if (run->source->retrieves)
-        cli_json_append(&sections, depths_section(run));
-    cli_json_append(&sections, maps_section(maps));
-    cli_json_append(&sections, training_section(run));
-    cli_json_append(&sections, costs_section(run));
-    cli_json_append(&sections, settings_section(run));
+        cli_json_append(sections, depths_section(run));
+    cli_json_append(sections, maps_section(maps));
+    cli_json_append(sections, training_section(run));
+    cli_json_append(sections, costs_section(run));
+    cli_json_append(sections, settings_section(run));
     return json_pack("{ss so so so so}", "title", "Attention distillation", "lead", lead(run), "figures",
                      figures(run), "sections", sections, "footer", json_sprintf("StreamKL %s", skl_version()));
 }
 
-int distill_report_write(file_set *set, distill_run *run)
+void distill_report_write(distill_run *run)
 {
+    enum { DIGITS = 5 }; /* a report is looked at */
     report_maps maps = {.before = {0}};
-    int exit_code = compute_maps(&maps, run);
-    run->peak = resident_peak(); /* before the baseline allocates its matrices */
-    if (exit_code == CLI_OK)
-        exit_code = document_write(set, distill_path_of(run->request, "report.html").text, document_of(run, &maps));
+    map_student(&maps.before, run, &run->source->initial_student);
+    map_student(&maps.after, run, &run->student.weights);
+    if (run->request->settings.control_queries)
+        map_student(&maps.control, run, &run->control.weights);
+    run->peak = resident_peak();
+    json_t *const document = document_of(run, &maps);
+    char *const json = document ? json_dumps(document, JSON_COMPACT | JSON_REAL_PRECISION(DIGITS)) : NULL;
+    if (json == NULL)
+        cli_fail(CLI_NO_MEMORY, "out of memory for the report");
+    FILE *const page = file_write_begin();
+    page_print(page, json);
+    file_write_end(page, distill_path_of(run->request, "report.html").text);
+    free(json);
+    json_decref(document);
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);
     attention_map_free(&maps.control);
-    return exit_code;
 }

@@ -3,7 +3,7 @@
 #include "cli/distill/distill.h"
 #include "cli/term/term.h"
 #include "cli/common/workload.h"
-#include "cli/io/tensor_write.h"
+#include "cli/io/file_write.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -21,14 +21,14 @@ distill_path distill_path_of(const distill_request *request, const char *name)
 /* [width, heads * dim] to [heads, dim, width], the layout of linear layers. */
 static float *transposed(const float *weights, int64_t width, int64_t columns)
 {
-    float *const out = malloc((size_t)(width * columns) * sizeof *out);
-    for (int64_t i = 0; out && i < width; i++)
+    float *const out = cli_allocate((size_t)(width * columns) * sizeof *out, "the student's weights");
+    for (int64_t i = 0; i < width; i++)
         for (int64_t c = 0; c < columns; c++)
             out[c * width + i] = weights[i * columns + c];
     return out;
 }
 
-int distill_student_save(file_set *set, const distill_run *run)
+void distill_student_save(const distill_run *run)
 {
     const layer *const weights = &run->student.weights;
     const layer_shape *const shape = &weights->shape;
@@ -38,13 +38,9 @@ int distill_student_save(file_set *set, const distill_run *run)
         {"w_q", SKL_F32, 3, {shape->heads, shape->dim, shape->width}, w_q},
         {"w_k", SKL_F32, 3, {shape->key_heads, shape->dim, shape->width}, w_k},
     };
-    tensor_error error = {"out of memory for the student's weights"};
-    const bool written = w_q && w_k &&
-                         tensor_write_into(set, distill_path_of(run->request, "student.safetensors").text, output,
-                                           sizeof output / sizeof output[0], NULL, 0, &error);
+    file_write_tensors(distill_path_of(run->request, "student.safetensors").text, output, 2, NULL, 0);
     free(w_q);
     free(w_k);
-    return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
 
 /* ---- Text --------------------------------------------------------------------------------------------------- */
@@ -113,10 +109,10 @@ void distill_print_result(const distill_run *run)
 
 static json_t *depths_json(const distill_run *run)
 {
-    json_t *depths = json_array();
+    json_t *const depths = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         const depth_score *const before = &run->before.depths[d], *const after = &run->after.depths[d];
-        cli_json_append(&depths,
+        cli_json_append(depths,
                         json_pack("{sI so so so so so}", "references", (json_int_t)after->references, "teacher",
                                   cli_json_number(evaluate_hit_rate_t(after)), "before",
                                   cli_json_number(evaluate_hit_rate_s(before)), "after",
@@ -128,16 +124,16 @@ static json_t *depths_json(const distill_run *run)
 
 static json_t *heads_json(const distill_run *run, const evaluation *result)
 {
-    json_t *heads = json_array();
+    json_t *const heads = json_array();
     for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
-        cli_json_append(&heads, cli_json_number(result->kl_head[head]));
+        cli_json_append(heads, cli_json_number(result->kl_head[head]));
     return heads;
 }
 
-int distill_print_json(const distill_run *run)
+void distill_print_json(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    return cli_print_json(json_pack(
+    cli_print_json(json_pack(
         "{so so sI sI so so so so so sI so so so}", "kl_control",
         run->request->settings.control_queries ? cli_json_number(run->after_control.kl) : json_null(), "hits_control",
         cli_json_number(evaluate_hit_rate_s(&run->after_control.all)), "step", (json_int_t)run->student.step, "steps",

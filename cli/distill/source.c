@@ -18,26 +18,25 @@ typedef struct count_rule {
     int64_t value, least, most;
 } count_rule;
 
-static int check_rules(const count_rule *rules, size_t count)
+static void check_rules(const count_rule *rules, size_t count)
 {
     for (size_t r = 0; r < count; r++)
         if (rules[r].value < rules[r].least || rules[r].value > rules[r].most)
-            return cli_fail(CLI_BAD_INPUT, "--%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rules[r].name,
-                            rules[r].value, rules[r].least, rules[r].most);
-    return CLI_OK;
+            cli_fail(CLI_BAD_INPUT, "--%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rules[r].name, rules[r].value,
+                     rules[r].least, rules[r].most);
 }
 
 /* No product of the settings overflows 64 bits, and every step is a float of the history. */
-static int check_training(const distill_settings *settings)
+static void check_training(const distill_settings *settings)
 {
     const count_rule rules[] = {
         {"steps", settings->steps, 1, 1 << 24},
         {"batch", settings->batch, 1, 1 << 20},
     };
-    return check_rules(rules, sizeof rules / sizeof rules[0]);
+    check_rules(rules, sizeof rules / sizeof rules[0]);
 }
 
-static int check_counts(const distill_settings *settings)
+static void check_counts(const distill_settings *settings)
 {
     const count_rule rules[] = {
         {"context", settings->context, TASK_CONTEXT_MIN, INT32_MAX},
@@ -49,72 +48,56 @@ static int check_counts(const distill_settings *settings)
         {"heads-s", settings->heads_s, 1, 1024},
         {"held-out", settings->held_out, 1, 1024},
     };
-    const int exit_code = check_rules(rules, sizeof rules / sizeof rules[0]);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    check_rules(rules, sizeof rules / sizeof rules[0]);
     if (settings->heads_t % settings->heads_s != 0)
-        return cli_fail(CLI_BAD_INPUT, "--heads-t=%" PRId64 ": must be a multiple of --heads-s=%" PRId64,
-                        settings->heads_t, settings->heads_s);
+        cli_fail(CLI_BAD_INPUT, "--heads-t=%" PRId64 ": must be a multiple of --heads-s=%" PRId64, settings->heads_t,
+                 settings->heads_s);
     if (settings->needles > settings->context / 4)
-        return cli_fail(CLI_BAD_INPUT, "--needles=%" PRId64 ": must be at most a quarter of --context=%" PRId64,
-                        settings->needles, settings->context);
-    return CLI_OK;
+        cli_fail(CLI_BAD_INPUT, "--needles=%" PRId64 ": must be at most a quarter of --context=%" PRId64,
+                 settings->needles, settings->context);
 }
 
-static int open_synthetic(distill_source *source, distill_settings *settings, int threads)
+static void open_synthetic(distill_source *source, distill_settings *settings, int threads)
 {
     settings->heads_t = settings->heads_t ? settings->heads_t : 4;
     settings->heads_s = settings->heads_s ? settings->heads_s : 2;
-    const int exit_code = check_counts(settings);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    check_counts(settings);
     const layer_shape teacher = {settings->hidden, settings->heads_t, settings->heads_t, settings->dim_t};
     const layer_shape student = {settings->hidden, settings->heads_s, settings->heads_s, settings->dim_s};
     const task_shape shape = {settings->context, settings->needles, teacher, settings->heads_t / settings->heads_s};
     source->shape = (attention_pair_shape){settings->context, teacher, student, settings->direction};
-    skl_status status = task_create(&source->synthetic, &shape, (uint64_t)settings->seed, threads);
-    if (status == SKL_OK)
-        status = layer_allocate(&source->initial_student, student);
-    if (status != SKL_OK)
-        return cli_fail_status(status);
+    cli_check(task_create(&source->synthetic, &shape, (uint64_t)settings->seed, threads));
+    cli_check(layer_allocate(&source->initial_student, student));
     layer_randomise(&source->initial_student, random_stream((uint64_t)settings->seed, STREAM_INITIAL_STUDENT, 0));
     source->teacher = &source->synthetic.teacher;
     source->sequences = (sequence_source){&source->synthetic, synthetic_at};
     source->retrieves = true;
-    return CLI_OK;
 }
 
-/* The limit depends on the context, which may come from a file. */
-static int check_control(distill_settings *settings)
-{
-    if (settings->control_queries == CONTROL_DEFAULT)
-        settings->control_queries = settings->teacher_path ? 0 : settings->context / 16;
-    if (settings->control_queries <= settings->context)
-        return CLI_OK;
-    return cli_fail(CLI_BAD_INPUT, "--control-queries=%" PRId64 ": must be at most the context, %" PRId64,
-                    settings->control_queries, settings->context);
-}
-
-int distill_source_open(distill_source *source, distill_settings *settings, int threads)
+void distill_source_open(distill_source *source, distill_settings *settings, int threads)
 {
     if (!settings->teacher_path != !settings->student_path)
-        return cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given too", settings->teacher_path ? "teacher" : "student",
-                        settings->teacher_path ? "student" : "teacher");
-    int exit_code = check_training(settings);
-    if (exit_code == CLI_OK)
-        exit_code =
-            settings->teacher_path ? distill_files_open(source, settings) : open_synthetic(source, settings, threads);
-    return exit_code == CLI_OK ? check_control(settings) : exit_code;
+        cli_fail(CLI_BAD_INPUT, "--%s: --%s must be given too", settings->teacher_path ? "teacher" : "student",
+                 settings->teacher_path ? "student" : "teacher");
+    check_training(settings);
+    if (settings->teacher_path)
+        distill_files_open(source, settings);
+    else
+        open_synthetic(source, settings, threads);
+    if (settings->control_queries == CONTROL_DEFAULT)
+        settings->control_queries = settings->teacher_path ? 0 : settings->context / 16;
+    if (settings->control_queries > settings->context) /* which may come from a file */
+        cli_fail(CLI_BAD_INPUT, "--control-queries=%" PRId64 ": must be at most the context, %" PRId64,
+                 settings->control_queries, settings->context);
 }
 
-int distill_source_unchanged(const distill_source *source)
+void distill_source_unchanged(const distill_source *source)
 {
     const tensor_file *const files[] = {source->files.teacher_file, source->files.student_file};
     tensor_error error;
     for (size_t f = 0; f < sizeof files / sizeof files[0]; f++)
         if (files[f] && !tensor_file_unchanged(files[f], &error))
-            return cli_fail(CLI_BAD_INPUT, "%s", error.text);
-    return CLI_OK;
+            cli_fail(CLI_BAD_INPUT, "%s", error.text);
 }
 
 void distill_source_close(distill_source *source)

@@ -78,70 +78,56 @@ static bool evaluation_is_due(const distill_run *run)
     return step % evaluation_interval(steps) == 0 || step == steps;
 }
 
-static int evaluate_now(distill_run *run, const layer *student, evaluation *result)
-{
-    const skl_status status = evaluate(result, &run->pair, run->source->teacher, student, &run->source->sequences,
-                                       run->request->settings.held_out, &distill_stop);
-    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
-}
-
-static int record_evaluation(distill_run *run)
+static void record_evaluation(distill_run *run)
 {
     distill_history *const history = &run->history;
     evaluation now;
-    const int exit_code = evaluate_now(run, &run->student.weights, &now);
-    if (exit_code != CLI_OK || distill_stop)
-        return exit_code;
+    cli_check(evaluate(&now, &run->pair, run->source->teacher, &run->student.weights, &run->source->sequences,
+                       run->request->settings.held_out, &distill_stop));
+    if (distill_stop)
+        return;
     const int64_t step = run->student.step;
     const double hits = evaluate_hit_rate_s(&now.all);
     assert(history->evaluation_count <= run->request->settings.steps); /* one per step, and one before the first */
     history->evaluation_step[history->evaluation_count] = (float)step;
     history->evaluation_kl[history->evaluation_count] = (float)now.kl;
-    history->evaluation_hits[history->evaluation_count] = (float)hits;
     history->evaluation_count++;
     clear_live(run);
     print_row(run, step > 0 ? (double)history->loss[step - 1] : NAN, now.kl, hits);
-    return CLI_OK;
 }
 
 /* ---- The loop ----------------------------------------------------------------------------------------------- */
 
-static int take_step(distill_run *run, const training_config *config)
+static void take_step(distill_run *run, const training_config *config)
 {
     const int64_t step = run->student.step;
     double loss;
     const double began = clock_seconds();
-    const skl_status status =
-        train_step(&run->student, run->request->settings.control_queries > 0 ? &run->control : NULL, config,
-                   &run->pair, &run->control_loss, &loss, &distill_stop);
-    if (status != SKL_OK)
-        return cli_fail_status(status);
+    cli_check(train_step(&run->student, run->request->settings.control_queries > 0 ? &run->control : NULL, config,
+                         &run->pair, &run->control_loss, &loss, &distill_stop));
     if (run->student.step == step)
-        return CLI_OK; /* stopped within the batch */
+        return; /* stopped within the batch */
     run->history.seconds += clock_seconds() - began;
     run->history.tokens += (double)(config->batch * run->pair.problem.len_q);
     run->history.loss[step] = (float)loss;
     if (!isfinite(loss))
-        return cli_fail(CLI_BAD_INPUT, "--rate=%g: the loss of step %" PRId64 " is %g; a smaller rate may help",
-                        (double)config->rate, step, loss);
+        cli_fail(CLI_BAD_INPUT, "--rate=%g: the loss of step %" PRId64 " is %g; a smaller rate may help",
+                 (double)config->rate, step, loss);
     print_live(run, loss);
-    return CLI_OK;
 }
 
-int distill_train(distill_run *run)
+void distill_train(distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
     const training_config config = {run->source->teacher, &run->source->sequences, settings->steps,
                                     settings->batch,      settings->rate,          (uint64_t)settings->seed};
-    int exit_code = CLI_OK;
     print_heading(run);
-    while (exit_code == CLI_OK && !distill_stop) {
+    while (!distill_stop) {
         if (evaluation_is_due(run))
-            exit_code = record_evaluation(run);
-        if (exit_code != CLI_OK || distill_stop || run->student.step == settings->steps)
+            record_evaluation(run);
+        if (distill_stop || run->student.step == settings->steps)
             break;
-        exit_code = take_step(run, &config);
+        take_step(run, &config);
     }
     clear_live(run);
-    return exit_code;
 }

@@ -3,14 +3,10 @@
 
 #include <errno.h>
 #include <limits.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <unistd.h>
-
-static int fail_to_write(const char *path)
-{
-    return cli_fail(CLI_WRITE_FAILED, "%s: %s", path, strerror(errno));
-}
 
 static int directory_length(const char *path)
 {
@@ -51,74 +47,117 @@ static bool same_file(const file_identity *left, const file_identity *right)
     return strcmp(left->path, right->path) == 0;
 }
 
-static int compare_outputs(const output_file *outputs, const file_identity *files, size_t output_count,
-                           size_t input_count)
+/* The folder must be writable, for the temporary file and the output. */
+static void check_writable(const output_file *output)
 {
-    for (size_t o = 0; o < output_count; o++) {
-        for (size_t i = output_count; i < output_count + input_count; i++)
-            if (same_file(&files[o], &files[i]))
-                return cli_fail(CLI_BAD_INPUT, "%s=%s: must not be an input file", outputs[o].option,
-                                outputs[o].path);
-        for (size_t other = 0; other < o; other++)
-            if (same_file(&files[o], &files[other]))
-                return cli_fail(CLI_BAD_INPUT, "%s=%s and %s=%s: must be different files", outputs[other].option,
-                                outputs[other].path, outputs[o].option, outputs[o].path);
-    }
-    return CLI_OK;
+    struct stat status;
+    char folder[PATH_MAX];
+    if (strlen(output->path) >= sizeof folder)
+        cli_fail(CLI_BAD_INPUT, "%s=%.60s...: must be shorter than %d bytes", output->option, output->path, PATH_MAX);
+    if (lstat(output->path, &status) == 0 && !S_ISREG(status.st_mode))
+        cli_fail(CLI_BAD_INPUT, "%s=%s: must be a regular file or not exist", output->option, output->path);
+    snprintf(folder, sizeof folder, "%.*s.", directory_length(output->path), output->path);
+    if (access(folder, W_OK | X_OK) != 0)
+        cli_fail(CLI_WRITE_FAILED, "%s=%s: cannot write there: %s", output->option, output->path, strerror(errno));
 }
 
-int file_outputs_check(const output_file *outputs, size_t output_count, const char *const *inputs, size_t input_count)
+void file_outputs_check(const output_file *outputs, size_t output_count, const char *const *inputs,
+                        size_t input_count)
 {
-    file_identity *const files = calloc(output_count + input_count + 1, sizeof *files); /* + 1: never 0 */
-    if (files == NULL)
-        return cli_fail(CLI_NO_MEMORY, "out of memory for %zu file names", output_count + input_count);
+    const size_t count = output_count + input_count;
+    file_identity *const files = cli_allocate_zeros(count, sizeof *files, "the names of the files");
+    for (size_t f = 0; f < count; f++)
+        files[f] = identify(f < output_count ? outputs[f].path : inputs[f - output_count]);
+    for (size_t o = 0; o < output_count; o++) {
+        for (size_t i = output_count; i < count; i++)
+            if (same_file(&files[o], &files[i]))
+                cli_fail(CLI_BAD_INPUT, "%s=%s: must not be an input file", outputs[o].option, outputs[o].path);
+        for (size_t other = 0; other < o; other++)
+            if (same_file(&files[o], &files[other]))
+                cli_fail(CLI_BAD_INPUT, "%s=%s and %s=%s: must be different files", outputs[other].option,
+                         outputs[other].path, outputs[o].option, outputs[o].path);
+        check_writable(&outputs[o]);
+    }
     for (size_t o = 0; o < output_count; o++)
-        files[o] = identify(outputs[o].path);
-    for (size_t i = 0; i < input_count; i++)
-        files[output_count + i] = identify(inputs[i]);
-    const int exit_code = compare_outputs(outputs, files, output_count, input_count);
-    for (size_t o = 0; o < output_count && exit_code == CLI_OK; o++)
         if (o == 0 || !same_inode(&files[o].folder, &files[o - 1].folder))
             file_set_clean(files[o].path);
     free(files);
-    return exit_code;
 }
 
 /* ---- Writing ------------------------------------------------------------------------------------------------ */
 
-int file_write_check(const char *path)
+static file_set outputs_set;
+static bool prepared;
+static sigset_t signals_before;
+
+static void remove_temporaries(void)
 {
-    struct stat status;
-    if (lstat(path, &status) == 0 && !S_ISREG(status.st_mode))
-        return cli_fail(CLI_WRITE_FAILED, "%s: exists and is not a regular file", path);
-    char directory[PATH_MAX];
-    const int length = directory_length(path);
-    snprintf(directory, sizeof directory, "%.*s.", length, path);
-    return access(directory, W_OK) == 0 ? CLI_OK : fail_to_write(path);
+    file_set_free(&outputs_set);
 }
 
-int file_write_into(file_set *set, const char *path, const bytes *content)
+/* Blocks interrupts until the commit: otherwise a temporary file could remain. */
+static void prepare(void)
 {
-    if (content->failed)
-        return cli_fail(CLI_NO_MEMORY, "%s: out of memory for its contents", path);
+    if (prepared)
+        return;
+    prepared = true;
+    atexit(remove_temporaries);
+    sigset_t interrupts;
+    sigemptyset(&interrupts);
+    sigaddset(&interrupts, SIGINT);
+    sigaddset(&interrupts, SIGTERM);
+    sigaddset(&interrupts, SIGHUP);
+    sigprocmask(SIG_BLOCK, &interrupts, &signals_before);
+}
+
+static struct {
+    char *data;
+    size_t size;
+} content; /* of the stream that is open */
+
+FILE *file_write_begin(void)
+{
+    FILE *const stream = open_memstream(&content.data, &content.size);
+    if (stream == NULL)
+        cli_fail(CLI_NO_MEMORY, "out of memory for a file");
+    return stream;
+}
+
+void file_write_end(FILE *stream, const char *path)
+{
+    const bool failed = ferror(stream);
+    if (fclose(stream) != 0 || failed)
+        cli_fail(CLI_NO_MEMORY, "%s: out of memory for its contents", path);
+    prepare();
     tensor_error error;
-    const int fd = file_set_add(set, path, &error);
-    if (fd < 0)
-        return cli_fail(CLI_WRITE_FAILED, "%s", error.text);
-    for (size_t at = 0; at < content->size;) {
-        const ssize_t written = write(fd, content->data + at, content->size - at);
+    const int fd = file_set_add(&outputs_set, path, &error);
+    for (size_t at = 0; fd >= 0 && at < content.size;) {
+        const ssize_t written = write(fd, content.data + at, content.size - at);
         if (written < 0 && errno != EINTR)
-            return fail_to_write(path);
+            cli_fail(CLI_WRITE_FAILED, "%s: %s", path, strerror(errno));
         at += written > 0 ? (size_t)written : 0;
     }
-    return file_set_close(set, &error) ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+    if (fd < 0 || !file_set_close(&outputs_set, &error))
+        cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+    free(content.data);
 }
 
-int file_write_commit(file_set *set, int exit_code)
+void file_write_tensors(const char *path, const output_tensor *tensors, size_t tensor_count,
+                        const output_metadata *metadata, size_t metadata_count)
 {
     tensor_error error;
-    if (exit_code == CLI_OK && !file_set_commit(set, &error))
-        exit_code = cli_fail(CLI_WRITE_FAILED, "%s", error.text);
-    file_set_free(set);
-    return exit_code;
+    prepare();
+    if (!tensor_write_into(&outputs_set, path, tensors, tensor_count, metadata, metadata_count, &error))
+        cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+}
+
+void file_write_commit(void)
+{
+    tensor_error error;
+    if (!prepared)
+        return; /* the command writes no file */
+    if (!file_set_commit(&outputs_set, &error))
+        cli_fail(CLI_WRITE_FAILED, "%s", error.text);
+    file_set_free(&outputs_set);
+    sigprocmask(SIG_SETMASK, &signals_before, NULL);
 }

@@ -1,39 +1,34 @@
 /* streamkl kl: the command line and the order of the steps. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
-#include "cli/common/options.h"
 
 static const char doc[] =
     "KL divergence between the attention of a teacher (q_t, k_t) and a student (q_s, k_s), read from safetensors "
-    "or .npy files. Tensors are [B, H, N, D]; leading axes may be missing. The numbers of heads may differ: query "
-    "heads "
-    "may share key heads (GQA), and a student head may learn the mean of a group of teacher heads."
-    "\vThe tensors q_t, k_t, q_s, k_s are found by name in all files. ROLE=FILE gives the role of a file's tensor; "
-    "an "
-    ".npy file always needs it. Optional tensors are used if present: lse_t [B, H, N], the log-sum-exp of every "
-    "teacher "
-    "row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], the offsets of packed sequences in [H, "
-    "total, "
-    "D]; key_begin and key_end [B, N], packed [total]; sink_t and sink_s [H].\n"
+    "or .npy files. Tensors are [B, H, N, D]; leading axes may be missing. The numbers of heads may differ: "
+    "query heads may share key heads (GQA), and a student head may learn the mean of a group of teacher heads."
+    "\vThe tensors q_t, k_t, q_s, k_s are found by name in all files. ROLE=FILE gives the role of a file's "
+    "tensor; an .npy file always needs it. Optional tensors are used if present: lse_t [B, H, N], the "
+    "log-sum-exp of every teacher row; key_lengths [B]; cu_seqlens_q and cu_seqlens_k [sequences + 1], the "
+    "offsets of packed sequences in [H, total, D]; key_begin and key_end [B, N], packed [total]; sink_t and "
+    "sink_s [H].\n"
     "\n"
-    "Row bounds limit the keys of every query to key_begin <= j < key_end, besides all other masks. One of the two "
-    "is "
-    "enough. Neither may decrease within a sequence.\n"
+    "Row bounds limit the keys of every query to key_begin <= j < key_end, besides all other masks. One of the "
+    "two is enough. Neither may decrease within a sequence.\n"
     "\n"
-    "A sink is one more outcome of the softmax of a head. Its logit is a number per head, and it belongs to no key. "
-    "Teacher and student must both have sinks, and all LSEs include them. A head without a sink has -inf.\n"
+    "A sink is one more outcome of the softmax of a head. Its logit is a number per head, and it belongs to no "
+    "key. Teacher and student must both have sinks, and all LSEs include them. A head without a sink has -inf.\n"
     "\n"
-    "With --student indexer the student's logits are sum_g w_s[g] relu(<q_s[g], k_s>): w_s [B, H, N, G] holds the "
-    "weights of G index heads, q_s [B, H * G, N, D] their queries. The student head learns the mean of its teacher "
-    "heads. indices [B, H, N, k], if present, makes it sparse: the top-k keys of every query; -1 means none.\n"
+    "With --student indexer the student's logits are sum_g w_s[g] relu(<q_s[g], k_s>): w_s [B, H, N, G] holds "
+    "the weights of G index heads, q_s [B, H * G, N, D] their queries. The student head learns the mean of its "
+    "teacher heads. indices [B, H, N, k], if present, makes it sparse: the top-k keys of every query; -1 means "
+    "none.\n"
     "\n"
     "A mean is over the rows of all batches and student heads that attend to at least one key. --grad writes the "
     "gradients of the loss that --reduction names; with none, those of the sum.\n"
     "\n"
     "Times are kernel times: from the clock on the CPU, from events in the stream on a GPU. They exclude reading "
-    "files "
-    "and copying tensors to and from a GPU. The workspace is the memory that the library needs on the device in "
-    "addition to the tensors.\n"
+    "files and copying tensors to and from a GPU. The workspace is the memory that the library needs on the "
+    "device in addition to the tensors.\n"
     "\n"
     "Examples:\n"
     "  streamkl kl pair.safetensors --causal\n"
@@ -46,146 +41,140 @@ static const char doc[] =
     "  streamkl kl layer.safetensors --student indexer --causal --lse-t lse --grad grad.safetensors\n"
     "  streamkl kl pair.safetensors --device cuda:1 --explain";
 
-enum {
-    KEY_REDUCTION = OPTIONS_COMMAND_KEYS,
-    KEY_OUT,
-    KEY_GRAD,
-    KEY_GRAD_TEACHER,
-    KEY_GRAD_F32,
-    KEY_EXPLAIN,
-    KEY_JSON,
-    KEY_STUDENT,
-    KEY_W_S,
-    KEY_INDICES,
-    KEY_INDEX_LINEAR,
-    KEY_SINK_T,
-    KEY_SINK_S,
-};
-
-enum { GROUP_INPUT = 1, GROUP_STUDENT, GROUP_SINKS, GROUP_RESULT, GROUP_PROBLEM, GROUP_ENGINE };
-
-static const struct argp_option options[] = {
-    {NULL, 0, NULL, 0, "Student:", GROUP_STUDENT},
-    {"student", KEY_STUDENT, "attention|indexer", 0, "Kind of student; default attention", 0},
-    {"w-s", KEY_W_S, "NAME", 0, "Name of the indexer's weights; default w_s", 0},
-    {"indices", KEY_INDICES, "NAME", 0, "Name of the top-k indices of a sparse indexer; default indices, if present",
-     0},
-    {"index-linear", KEY_INDEX_LINEAR, NULL, 0, "An indexer without ReLU", 0},
-    {NULL, 0, NULL, 0, "Sinks:", GROUP_SINKS},
-    {"sink-t", KEY_SINK_T, "LIST|NAME", 0,
-     "Logits of the teacher's sinks: one number per head, separated by commas, or a tensor; default sink_t, if "
-     "present",
-     0},
-    {"sink-s", KEY_SINK_S, "LIST|NAME", 0, "Logits of the student's sinks; default sink_s, if present", 0},
-    {NULL, 0, NULL, 0, "Result:", GROUP_RESULT},
-    {"reduction", KEY_REDUCTION, "mean|sum|none", 0, "One number, or one per row; default mean", 0},
-    {"out", KEY_OUT, "FILE", 0,
-     "Write kl, lse_t, lse_s of every row as safetensors; for an indexer also cross_entropy, entropy, mass", 0},
-    {"grad", KEY_GRAD, "FILE", 0,
-     "Write the gradients dq_s, dk_s as safetensors; for an indexer also dw_s, with sinks also dsink_s", 0},
-    {"grad-teacher", KEY_GRAD_TEACHER, NULL, 0, "Write dq_t, dk_t to the same file, with sinks also dsink_t", 0},
-    {"grad-f32", KEY_GRAD_F32, NULL, 0, "Gradients in f32 instead of the type of their tensors", 0},
-    {"explain", KEY_EXPLAIN, NULL, 0, "Show the kernels that run, and the reason for each choice", 0},
-    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the table", 0},
-    {0},
-};
+static const char *const student_names[] = {[SKL_STUDENT_ATTENTION] = "attention", [SKL_STUDENT_INDEXER] = "indexer"};
+const char *const kl_layout_names[] = {[LAYOUT_BHND] = "bhnd", [LAYOUT_BNHD] = "bnhd", [LAYOUT_DEFAULT] = "bhnd"};
+const char *const kl_reduction_names[] = {"mean", "sum", "none"};
 
 static const char *parse_student(const char *text, void *value)
 {
-    const bool indexer = strcmp(text, "indexer") == 0;
-    if (!indexer && strcmp(text, "attention") != 0)
-        return "attention or indexer";
-    *(skl_student *)value = indexer ? SKL_STUDENT_INDEXER : SKL_STUDENT_ATTENTION;
-    return NULL;
+    return parse_name(text, student_names, 2, value, "attention or indexer");
 }
 
-static const option_field fields[] = {
-    {KEY_STUDENT, parse_student, offsetof(kl_request, problem.student)},
-    {KEY_W_S, parse_string, offsetof(kl_request, names[ROLE_W_S])},
-    {KEY_INDICES, parse_string, offsetof(kl_request, names[ROLE_INDICES])},
-    {KEY_INDEX_LINEAR, parse_flag, offsetof(kl_request, problem.index_linear)},
-    {KEY_SINK_T, parse_string, offsetof(kl_request, names[ROLE_SINK_T])},
-    {KEY_SINK_S, parse_string, offsetof(kl_request, names[ROLE_SINK_S])},
-    {KEY_REDUCTION, parse_reduction, offsetof(kl_request, reduction)},
-    {KEY_OUT, parse_string, offsetof(kl_request, out_path)},
-    {KEY_GRAD, parse_string, offsetof(kl_request, grad_path)},
-    {KEY_GRAD_TEACHER, parse_flag, offsetof(kl_request, grad_teacher)},
-    {KEY_GRAD_F32, parse_flag, offsetof(kl_request, problem.grad_f32)},
-    {KEY_EXPLAIN, parse_flag, offsetof(kl_request, explain)},
-    {KEY_JSON, parse_flag, offsetof(kl_request, json)},
-    {0, NULL, 0},
+static const char *parse_layout(const char *text, void *value)
+{
+    return parse_name(text, kl_layout_names, 2, value, "bhnd or bnhd");
+}
+
+static const char *parse_reduction(const char *text, void *value)
+{
+    return parse_name(text, kl_reduction_names, 3, value, "mean, sum or none");
+}
+
+#define NAME(role) offsetof(kl_request, names[role])
+
+const cli_option kl_input_options[] = {
+    {"q-t", "NAME", parse_string, NAME(ROLE_Q_T), "Name of the teacher's queries in the files; default q_t"},
+    {"k-t", "NAME", parse_string, NAME(ROLE_K_T), "Name of the teacher's keys; default k_t"},
+    {"q-s", "NAME", parse_string, NAME(ROLE_Q_S), "Name of the student's queries; default q_s"},
+    {"k-s", "NAME", parse_string, NAME(ROLE_K_S), "Name of the student's keys; default k_s"},
+    {"lse-t", "NAME", parse_string, NAME(ROLE_LSE_T), "Name of the teacher's log-sum-exp; default lse_t, if present"},
+    {"layout", "bhnd|bnhd", parse_layout, offsetof(kl_request, layout),
+     "Order of the axes: batch, heads, length, dim (default), or batch, length, heads, dim, which PyTorch's flash "
+     "attention and streamkl.attention_kl have"},
+    {"key-lengths", "LIST|NAME", parse_string, NAME(ROLE_KEY_LENGTHS),
+     "Number of keys per sequence that are not padding: integers separated by commas, or a tensor"},
+    {"cu-seqlens-q", "LIST|NAME", parse_string, NAME(ROLE_CU_SEQLENS_Q),
+     "Packed queries: the offset of each sequence, and the end of the last one"},
+    {"cu-seqlens-k", "LIST|NAME", parse_string, NAME(ROLE_CU_SEQLENS_K), "Packed keys; default equal to the queries"},
+    {"key-begin", "LIST|NAME", parse_string, NAME(ROLE_KEY_BEGIN),
+     "Row bounds: the first key that a query may attend to, one integer per query"},
+    {"key-end", "LIST|NAME", parse_string, NAME(ROLE_KEY_END), "Row bounds: the key after the last one"},
+    {0},
 };
 
-static error_t parse_option(int key, char *text, struct argp_state *state)
-{
-    kl_request *const request = state->input;
-    if (key == ARGP_KEY_INIT) {
-        state->child_inputs[0] = request;
-        state->child_inputs[1] = &request->problem;
-        state->child_inputs[2] = &request->options;
-        return 0;
-    }
-    return options_store(fields, options, key, text, request);
-}
+static const cli_option student_options[] = {
+    {"student", "attention|indexer", parse_student, offsetof(kl_request, problem.student),
+     "Kind of student; default attention"},
+    {"w-s", "NAME", parse_string, NAME(ROLE_W_S), "Name of the indexer's weights; default w_s"},
+    {"indices", "NAME", parse_string, NAME(ROLE_INDICES),
+     "Name of the top-k indices of a sparse indexer; default indices, if present"},
+    {"index-linear", NULL, parse_flag, offsetof(kl_request, problem.index_linear), "An indexer without ReLU"},
+    {0},
+};
+
+static const cli_option sink_options[] = {
+    {"sink-t", "LIST|NAME", parse_string, NAME(ROLE_SINK_T),
+     "Logits of the teacher's sinks: one number per head, separated by commas, or a tensor; default sink_t, if "
+     "present"},
+    {"sink-s", "LIST|NAME", parse_string, NAME(ROLE_SINK_S),
+     "Logits of the student's sinks; default sink_s, if present"},
+    {0},
+};
+
+static const cli_option result_options[] = {
+    {"reduction", "mean|sum|none", parse_reduction, offsetof(kl_request, reduction),
+     "One number, or one per row; default mean"},
+    {"out", "FILE", parse_string, offsetof(kl_request, out_path),
+     "Write kl, lse_t, lse_s of every row as safetensors; for an indexer also cross_entropy, entropy, mass"},
+    {"grad", "FILE", parse_string, offsetof(kl_request, grad_path),
+     "Write the gradients dq_s, dk_s as safetensors; for an indexer also dw_s, with sinks also dsink_s"},
+    {"grad-teacher", NULL, parse_flag, offsetof(kl_request, grad_teacher),
+     "Write dq_t, dk_t to the same file, with sinks also dsink_t"},
+    {"grad-f32", NULL, parse_flag, offsetof(kl_request, problem.grad_f32),
+     "Gradients in f32 instead of the type of their tensors"},
+    {"explain", NULL, parse_flag, offsetof(kl_request, explain),
+     "Show the kernels that run, and the reason for each choice"},
+    {"json", NULL, parse_flag, offsetof(kl_request, json), "Print one JSON object instead of the table"},
+    {0},
+};
+
+static const option_group groups[] = {
+    {"Input:", kl_input_options, 0},
+    {"Student:", student_options, 0},
+    {"Sinks:", sink_options, 0},
+    {"Result:", result_options, 0},
+    {"Masks, scales and direction:", problem_options, offsetof(kl_request, problem)},
+    {"Engine:", engine_options, offsetof(kl_request, options)},
+    {0},
+};
 
 /* Refuses options that have no effect. */
-static int check_student(const kl_request *request)
+static void check_student(const kl_request *request)
 {
-    if (kl_is_indexer(&request->problem))
-        return request->grad_teacher
-                   ? cli_fail(CLI_BAD_INPUT,
-                              "--grad-teacher: not available with --student indexer, whose teacher is fixed")
-                   : CLI_OK;
+    const bool indexer = kl_is_indexer(&request->problem);
+    if (indexer && request->grad_teacher)
+        cli_fail(CLI_BAD_INPUT, "--grad-teacher: not available with --student indexer, whose teacher is fixed");
     const char *const needless = request->names[ROLE_W_S]        ? "w-s"
                                  : request->names[ROLE_INDICES]  ? "indices"
                                  : request->problem.index_linear ? "index-linear"
                                                                  : NULL;
-    return needless ? cli_fail(CLI_BAD_INPUT, "--%s: --student indexer must be given too", needless) : CLI_OK;
+    if (!indexer && needless)
+        cli_fail(CLI_BAD_INPUT, "--%s: --student indexer must be given too", needless);
 }
 
-static int parse_command_line(kl_request *request, int argc, char **argv)
+static void check_outputs(const kl_request *request)
 {
-    static const struct argp_child children[] = {
-        {&kl_input_argp, 0, "Input:", GROUP_INPUT},
-        {&problem_argp, 0, "Masks, scales and direction:", GROUP_PROBLEM},
-        {&engine_argp, 0, "Engine:", GROUP_ENGINE},
-        {0},
-    };
-    static const struct argp argp = {
-        .options = options, .parser = parse_option, .args_doc = "FILE...", .doc = doc, .children = children};
-    request->problem = skl_problem_default();
-    request->options = skl_options_default();
-    const int refused = options_parse(&argp, argc, argv, 0, request);
-    if (refused)
-        return refused;
-    const int exit_code = check_student(request);
-    if (exit_code != CLI_OK)
-        return exit_code;
-    const uint32_t weights = kl_is_indexer(&request->problem) ? SKL_DW_S : 0;
-    const uint32_t student = request->grad_path ? SKL_DQ_S | SKL_DK_S | weights : 0;
-    const uint32_t teacher = request->grad_teacher ? SKL_DQ_T | SKL_DK_T : 0;
-    request->problem.gradients = student | teacher;
-    return kl_outputs_check(request);
+    if (request->grad_teacher && request->grad_path == NULL)
+        cli_fail(CLI_BAD_INPUT, "--grad-teacher: --grad FILE must be given too");
+    output_file outputs[2];
+    size_t count = 0;
+    if (request->out_path)
+        outputs[count++] = (output_file){"--out", request->out_path};
+    if (request->grad_path)
+        outputs[count++] = (output_file){"--grad", request->grad_path};
+    kl_outputs_check(request, outputs, count);
 }
 
 int cmd_kl(int argc, char **argv)
 {
-    kl_request request = {.files = NULL};
-    int exit_code = parse_command_line(&request, argc, argv);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    static const command_line command = {doc, groups, "FILE..."};
+    kl_request request = {
+        .problem = skl_problem_default(), .options = skl_options_default(), .layout = LAYOUT_DEFAULT};
+    request.file_count = (size_t)options_parse(&command, argc, argv, &request);
+    request.files = argv + argc - request.file_count;
+    check_student(&request);
+    const uint32_t weights = kl_is_indexer(&request.problem) ? SKL_DW_S : 0;
+    request.problem.gradients =
+        (request.grad_path ? SKL_DQ_S | SKL_DK_S | weights : 0) | (request.grad_teacher ? SKL_DQ_T | SKL_DK_T : 0);
+    check_outputs(&request);
     kl_inputs inputs = {.files = {NULL, 0}};
     kl_results results = {.kl = NULL};
-    exit_code = kl_inputs_load(&inputs, &request);
-    if (exit_code == CLI_OK)
-        exit_code = kl_compute(&results, &inputs, &request);
-    if (exit_code == CLI_OK)
-        exit_code = kl_files_unchanged(&inputs.files);
-    if (exit_code == CLI_OK)
-        exit_code = kl_outputs_write(&results, &inputs, &request);
-    if (exit_code == CLI_OK)
-        exit_code = kl_report(&results, &inputs, &request);
+    kl_inputs_load(&inputs, &request);
+    kl_compute(&results, &inputs, &request);
+    kl_files_unchanged(&inputs.files);
+    kl_outputs_write(&results, &inputs, &request);
+    kl_report(&results, &inputs, &request);
     kl_results_free(&results);
     kl_inputs_free(&inputs);
-    return exit_code;
+    return CLI_OK;
 }

@@ -19,9 +19,9 @@ static void *allocate_output(size_t size, const char *name)
 
 static float *allocate_rows(const skl_problem *problem, int64_t heads, float value, const char *name)
 {
-    const int64_t count = kl_row_batches(problem) * heads * kl_row_length(problem);
+    const int64_t count = kl_row_count(problem, heads);
     float *const rows = allocate_output((size_t)count * sizeof(float), name);
-    for (int64_t i = 0; rows && i < count; i++)
+    for (int64_t i = 0; i < count; i++)
         rows[i] = value;
     return rows;
 }
@@ -31,29 +31,19 @@ static skl_input row_input(const skl_problem *problem, const float *data, int64_
     return skl_input_contiguous(data, heads, kl_row_length(problem), 1);
 }
 
-static bool needs_dot_t(const skl_problem *problem)
-{
-    return skl_problem_needs(problem, SKL_OP_BACKWARD) & SKL_ROW_DOT_T;
-}
-
-static int allocate_row_vectors(kl_results *results, const skl_problem *problem)
+static void allocate_row_vectors(kl_results *results, const skl_problem *problem)
 {
     /* The library does not write rows after the last packed sequence: initialise them as rows without keys. */
     results->kl = allocate_rows(problem, problem->heads_s, 0, "kl");
     results->lse_t = allocate_rows(problem, problem->heads_t, -INFINITY, "lse_t");
     results->lse_s = allocate_rows(problem, problem->heads_s, -INFINITY, "lse_s");
-    if (needs_dot_t(problem))
+    if (skl_problem_needs(problem, SKL_OP_BACKWARD) & SKL_ROW_DOT_T)
         results->dot_t = allocate_rows(problem, problem->heads_t, 0, "dot_t");
-    const bool indexer = kl_is_indexer(problem);
-    if (indexer) {
-        results->cross_entropy = allocate_rows(problem, problem->heads_s, 0, "cross_entropy");
-        results->entropy = allocate_rows(problem, problem->heads_s, 0, "entropy");
-        results->mass = allocate_rows(problem, problem->heads_s, 0, "mass");
-    }
-    const bool complete = results->kl && results->lse_t && results->lse_s &&
-                          (results->dot_t || !needs_dot_t(problem)) &&
-                          (!indexer || (results->cross_entropy && results->entropy && results->mass));
-    return complete ? CLI_OK : CLI_NO_MEMORY;
+    if (!kl_is_indexer(problem))
+        return;
+    results->cross_entropy = allocate_rows(problem, problem->heads_s, 0, "cross_entropy");
+    results->entropy = allocate_rows(problem, problem->heads_s, 0, "entropy");
+    results->mass = allocate_rows(problem, problem->heads_s, 0, "mass");
 }
 
 static const uint32_t gradient_bits[ROLE_REQUIRED_COUNT] = {
@@ -70,26 +60,18 @@ static void *allocate_gradient(const kl_inputs *inputs, const kl_view *view, kl_
     return allocate_output(tensor->size * widening, kl_role_names[role]);
 }
 
-static int allocate_gradients(kl_results *results, const kl_inputs *inputs)
+static void allocate_gradients(kl_results *results, const kl_inputs *inputs)
 {
-    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
-        if (!(inputs->problem.gradients & gradient_bits[role]))
-            continue;
-        results->gradients[role] = allocate_gradient(inputs, &inputs->views[role], role);
-        if (results->gradients[role] == NULL)
-            return CLI_NO_MEMORY;
-    }
     const skl_problem *const problem = &inputs->problem;
+    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
+        if (problem->gradients & gradient_bits[role])
+            results->gradients[role] = allocate_gradient(inputs, &inputs->views[role], role);
     if (problem->gradients & SKL_DW_S)
         results->dw_s = allocate_gradient(inputs, &inputs->w_s, ROLE_W_S);
     if (problem->gradients & SKL_DSINK_T)
         results->dsink_t = allocate_output((size_t)problem->heads_t * sizeof(float), "dsink_t");
     if (problem->gradients & SKL_DSINK_S)
         results->dsink_s = allocate_output((size_t)problem->heads_s * sizeof(float), "dsink_s");
-    const bool complete = (results->dw_s || !(problem->gradients & SKL_DW_S)) &&
-                          (results->dsink_t || !(problem->gradients & SKL_DSINK_T)) &&
-                          (results->dsink_s || !(problem->gradients & SKL_DSINK_S));
-    return complete ? CLI_OK : CLI_NO_MEMORY;
 }
 
 /* ---- Forward and reduction ---------------------------------------------------------------------------------- */
@@ -99,7 +81,7 @@ static skl_output row_output(const skl_problem *problem, float *data, int64_t he
     return skl_output_contiguous(data, heads, kl_row_length(problem), 1);
 }
 
-static int forward(kl_results *results, const kl_inputs *inputs)
+static void forward(kl_results *results, const kl_inputs *inputs)
 {
     const skl_problem *const problem = &inputs->problem;
     const skl_rows rows = {
@@ -112,13 +94,12 @@ static int forward(kl_results *results, const kl_inputs *inputs)
         .entropy = row_output(problem, results->entropy, problem->heads_s),
         .mass = row_output(problem, results->mass, problem->heads_s),
     };
-    return runner_forward(&results->runner, &inputs->tensors, &rows);
+    runner_forward(&results->runner, &inputs->tensors, &rows);
 }
 
 static void reduce(kl_results *results, const skl_problem *problem)
 {
-    const int64_t count = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < kl_row_count(problem, problem->heads_s); i++) {
         if (isinf(results->lse_s[i]) && results->lse_s[i] < 0)
             continue; /* attends to no key */
         results->valid_rows++;
@@ -140,7 +121,7 @@ static skl_output gradient_output(const kl_results *results, const kl_inputs *in
 }
 
 /* dloss/dKL_i is equal for all rows: one number with strides of 0. Rows without a key have a gradient of 0 anyway. */
-static int backward(kl_results *results, const kl_inputs *inputs, kl_reduction reduction)
+static void backward(kl_results *results, const kl_inputs *inputs, kl_reduction reduction)
 {
     const skl_problem *const problem = &inputs->problem;
     const bool mean = reduction == REDUCTION_MEAN && results->valid_rows > 0;
@@ -161,31 +142,26 @@ static int backward(kl_results *results, const kl_inputs *inputs, kl_reduction r
         .dsink_t = results->dsink_t,
         .dsink_s = results->dsink_s,
     };
-    return runner_backward(&results->runner, &saved, &gradients);
+    runner_backward(&results->runner, &saved, &gradients);
 }
 
 /* ---- All steps ---------------------------------------------------------------------------------------------- */
 
-int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request)
+void kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     const skl_problem *const problem = &inputs->problem;
-    int exit_code = runner_open(&results->runner, problem, &request->options);
+    runner_open(&results->runner, problem, &request->options);
     results->runner.explains = request->explain;
-    if (exit_code == CLI_OK)
-        exit_code = allocate_row_vectors(results, problem);
-    if (exit_code == CLI_OK)
-        exit_code = allocate_gradients(results, inputs);
-    if (exit_code == CLI_OK && request->options.device != SKL_CPU)
-        exit_code = kl_inputs_check(inputs, results->runner.plan);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    allocate_row_vectors(results, problem);
+    allocate_gradients(results, inputs);
+    if (request->options.device != SKL_CPU) /* lengths and indices are checked before they are copied to a GPU */
+        cli_check(skl_inputs_check(results->runner.plan, &inputs->tensors));
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
         resident_touch(inputs->views[role].input.data, inputs->views[role].stored->size);
-    exit_code = forward(results, inputs);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    forward(results, inputs);
     reduce(results, problem);
-    return problem->gradients ? backward(results, inputs, request->reduction) : CLI_OK;
+    if (problem->gradients)
+        backward(results, inputs, request->reduction);
 }
 
 void kl_results_free(kl_results *results)

@@ -1,7 +1,7 @@
-#include "cli/kl/files.h"
+/* The files of a `streamkl kl` command line, and the tensors for each role. */
 #include "cli/common/cli.h"
+#include "cli/kl/kl.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -30,55 +30,45 @@ enum { ROLE_ANY = -1 };
 static int role_of_argument(const char *argument)
 {
     const char *const equals = strchr(argument, '=');
-    if (equals == NULL)
-        return ROLE_ANY;
-    const size_t length = (size_t)(equals - argument);
-    for (int role = 0; role < ROLE_COUNT; role++) {
-        if (strlen(kl_role_names[role]) == length && strncmp(argument, kl_role_names[role], length) == 0)
+    for (int role = 0; equals && role < ROLE_COUNT; role++) {
+        const size_t length = strlen(kl_role_names[role]);
+        if (length == (size_t)(equals - argument) && strncmp(argument, kl_role_names[role], length) == 0)
             return role;
     }
     return ROLE_ANY;
 }
 
-const char *kl_file_path(const char *argument)
+static const char *path_of_argument(const char *argument)
 {
     return role_of_argument(argument) == ROLE_ANY ? argument : strchr(argument, '=') + 1;
 }
 
-static int open_argument(kl_file *file, const char *argument)
+static void open_argument(kl_file *file, const char *argument)
 {
     file->role = role_of_argument(argument);
-    file->path = kl_file_path(argument);
+    file->path = path_of_argument(argument);
     const char *const equals = strchr(argument, '=');
     if (file->role == ROLE_ANY && equals && access(argument, F_OK) != 0)
-        return cli_fail(CLI_BAD_INPUT,
-                        "%s: '%.*s' is not a role; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
-                        "cu_seqlens_k, w_s, indices, key_begin, key_end, sink_t or sink_s",
-                        argument, (int)(equals - argument), argument);
+        cli_fail(CLI_BAD_INPUT,
+                 "%s: '%.*s' is not a role; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
+                 "cu_seqlens_k, w_s, indices, key_begin, key_end, sink_t or sink_s",
+                 argument, (int)(equals - argument), argument);
     tensor_error error;
     file->contents = tensor_file_open(file->path, &error);
     if (file->contents == NULL)
-        return cli_fail(CLI_BAD_INPUT, "%s", error.text);
+        cli_fail(CLI_BAD_INPUT, "%s", error.text);
     const stored_tensor *const first = tensor_file_at(file->contents, 0);
-    const bool nameless = first && first->name[0] == '\0';
-    if (file->role == ROLE_ANY && nameless)
-        return cli_fail(CLI_BAD_INPUT, "%s: an array in an .npy file has no name; give its role, for example q_t=%s",
-                        file->path, file->path);
-    return CLI_OK;
+    if (file->role == ROLE_ANY && first && first->name[0] == '\0')
+        cli_fail(CLI_BAD_INPUT, "%s: an array in an .npy file has no name; give its role, for example q_t=%s",
+                 file->path, file->path);
 }
 
-int kl_files_open(kl_files *files, char *const *arguments, size_t count)
+kl_files kl_files_open(char *const *arguments, size_t count)
 {
-    files->files = calloc(count, sizeof *files->files);
-    if (files->files == NULL)
-        return cli_fail(CLI_NO_MEMORY, "out of memory for %zu files", count);
-    files->count = count;
-    for (size_t f = 0; f < count; f++) {
-        const int exit_code = open_argument(&files->files[f], arguments[f]);
-        if (exit_code != CLI_OK)
-            return exit_code;
-    }
-    return CLI_OK;
+    kl_files files = {cli_allocate_zeros(count, sizeof *files.files, "the list of files"), count};
+    for (size_t f = 0; f < count; f++)
+        open_argument(&files.files[f], arguments[f]);
+    return files;
 }
 
 void kl_files_close(kl_files *files)
@@ -86,16 +76,23 @@ void kl_files_close(kl_files *files)
     for (size_t f = 0; f < files->count; f++)
         tensor_file_close(files->files[f].contents);
     free(files->files);
-    *files = (kl_files){NULL, 0};
 }
 
-int kl_files_unchanged(const kl_files *files)
+void kl_files_unchanged(const kl_files *files)
 {
     tensor_error error;
     for (size_t f = 0; f < files->count; f++)
         if (!tensor_file_unchanged(files->files[f].contents, &error))
-            return cli_fail(CLI_BAD_INPUT, "%s", error.text);
-    return CLI_OK;
+            cli_fail(CLI_BAD_INPUT, "%s", error.text);
+}
+
+void kl_outputs_check(const kl_request *request, const output_file *outputs, size_t count)
+{
+    const char **const inputs = cli_allocate_zeros(request->file_count, sizeof *inputs, "the list of files");
+    for (size_t f = 0; f < request->file_count; f++)
+        inputs[f] = path_of_argument(request->files[f]);
+    file_outputs_check(outputs, count, inputs, request->file_count);
+    free(inputs);
 }
 
 /* ---- Roles -------------------------------------------------------------------------------------------------- */
@@ -107,9 +104,7 @@ static const stored_tensor *tensor_for_role(const kl_file *file, kl_role role, c
     if (!bound && file->role != ROLE_ANY)
         return NULL;
     const bool single = tensor_file_at(file->contents, 0) && !tensor_file_at(file->contents, 1);
-    if (bound && single)
-        return tensor_file_at(file->contents, 0);
-    return tensor_file_find(file->contents, name, error);
+    return bound && single ? tensor_file_at(file->contents, 0) : tensor_file_find(file->contents, name, error);
 }
 
 /* "--q-t" for "q_t". */
@@ -122,22 +117,21 @@ static cli_text option_for_role(kl_role role)
     return option;
 }
 
-int kl_files_find(const kl_files *files, kl_role role, const char *name, bool required, kl_found *found)
+kl_found kl_files_find(const kl_files *files, kl_role role, const char *name, bool required)
 {
-    *found = (kl_found){NULL, NULL};
+    kl_found found = {NULL, NULL};
     tensor_error error = {"no file was given"};
     for (size_t f = 0; f < files->count; f++) {
         const kl_file *const file = &files->files[f];
-        const stored_tensor *const tensor = tensor_for_role(file, role, name, &error);
-        if (tensor == NULL)
-            continue;
-        if (found->tensor)
-            return cli_fail(CLI_BAD_INPUT, "%s: found in %s and in %s; must be in only one", kl_role_names[role],
-                            found->file->path, file->path);
-        *found = (kl_found){file, tensor};
+        const stored_tensor *const tensor = tensor_for_role(file, role, name ? name : kl_role_names[role], &error);
+        if (tensor && found.tensor)
+            cli_fail(CLI_BAD_INPUT, "%s: found in %s and in %s; must be in only one", kl_role_names[role],
+                     found.file->path, file->path);
+        if (tensor)
+            found = (kl_found){file, tensor};
     }
-    if (found->tensor || !required)
-        return CLI_OK;
-    return cli_fail(CLI_BAD_INPUT, "%s (use %s NAME if %s has another name)", error.text, option_for_role(role).text,
-                    kl_role_names[role]);
+    if (found.tensor == NULL && (required || name))
+        cli_fail(CLI_BAD_INPUT, "%s (use %s NAME if %s has another name)", error.text, option_for_role(role).text,
+                 kl_role_names[role]);
+    return found;
 }

@@ -39,42 +39,33 @@ static const int *axis_order(kl_layout layout, int rank)
     return layout == LAYOUT_BNHD && rank > 2 ? bnhd : bhnd;
 }
 
-static int load_view(kl_view *view, const kl_found *found, kl_role role)
+static void load_view(kl_view *view, const kl_found *found, kl_role role)
 {
     tensor_error error;
     view->stored = found->tensor;
     view->input.data = tensor_file_data(found->file->contents, found->tensor, &error);
     if (view->input.data == NULL)
-        return cli_fail(CLI_BAD_INPUT, "%s: %s", kl_role_names[role], error.text);
-    return CLI_OK;
+        cli_fail(CLI_BAD_INPUT, "%s: %s", kl_role_names[role], error.text);
 }
 
 /* [B, H, N, last] in the order of the request. */
-static int name_head_axes(kl_view *view, const kl_request *request, kl_role role, const char *last)
+static void name_head_axes(kl_view *view, const kl_request *request, kl_role role, const char *last)
 {
     const int rank = view->stored->rank;
     if (rank < 2 || rank > 4)
-        return cli_fail(CLI_BAD_INPUT, "%s %s: must be [B, H, N, %s] with 2 to 4 dimensions", kl_role_names[role],
-                        shape_of(view->stored).text, last);
+        cli_fail(CLI_BAD_INPUT, "%s %s: must be [B, H, N, %s] with 2 to 4 dimensions", kl_role_names[role],
+                 shape_of(view->stored).text, last);
     name_axes(view, axis_order(request->layout, rank));
-    return CLI_OK;
 }
 
-static int load_heads(kl_view *view, const kl_files *files, const kl_request *request, kl_role role)
+static void load_heads(kl_view *view, const kl_files *files, const kl_request *request, kl_role role)
 {
-    kl_found found;
-    const char *const name = request->names[role] ? request->names[role] : kl_role_names[role];
-    int exit_code = kl_files_find(files, role, name, true, &found);
-    if (exit_code == CLI_OK)
-        exit_code = load_view(view, &found, role);
-    if (exit_code == CLI_OK)
-        exit_code = name_head_axes(view, request, role, "D");
-    if (exit_code != CLI_OK)
-        return exit_code;
+    const kl_found found = kl_files_find(files, role, request->names[role], true);
+    load_view(view, &found, role);
+    name_head_axes(view, request, role, "D");
     if (view->extent[AXIS_HEADS] < 1) /* for the library 0 key heads means the number of query heads */
-        return cli_fail(CLI_BAD_INPUT, "%s %s: must have at least one head", kl_role_names[role],
-                        shape_of(found.tensor).text);
-    return CLI_OK;
+        cli_fail(CLI_BAD_INPUT, "%s %s: must have at least one head", kl_role_names[role],
+                 shape_of(found.tensor).text);
 }
 
 /* ---- Agreement ---------------------------------------------------------------------------------------------- */
@@ -85,7 +76,7 @@ typedef struct agreement {
     const char *what;
 } agreement;
 
-static int check_agreement(const kl_view *views)
+static void check_agreement(const kl_view *views)
 {
     static const agreement agreements[] = {
         {ROLE_Q_T, ROLE_K_T, AXIS_BATCH, "the batch (B)"},   {ROLE_Q_T, ROLE_Q_S, AXIS_BATCH, "the batch (B)"},
@@ -97,19 +88,17 @@ static int check_agreement(const kl_view *views)
         const agreement *const rule = &agreements[a];
         const kl_view *const left = &views[rule->left], *const right = &views[rule->right];
         if (left->extent[rule->axis] != right->extent[rule->axis])
-            return cli_fail(CLI_BAD_INPUT, "%s %s and %s %s: %s must be equal, is %" PRId64 " and %" PRId64,
-                            kl_role_names[rule->left], shape_of(left->stored).text, kl_role_names[rule->right],
-                            shape_of(right->stored).text, rule->what, left->extent[rule->axis],
-                            right->extent[rule->axis]);
+            cli_fail(CLI_BAD_INPUT, "%s %s and %s %s: %s must be equal, is %" PRId64 " and %" PRId64,
+                     kl_role_names[rule->left], shape_of(left->stored).text, kl_role_names[rule->right],
+                     shape_of(right->stored).text, rule->what, left->extent[rule->axis], right->extent[rule->axis]);
     }
     static const kl_role sides[][2] = {{ROLE_Q_T, ROLE_K_T}, {ROLE_Q_S, ROLE_K_S}};
     for (size_t s = 0; s < sizeof sides / sizeof sides[0]; s++) {
         const stored_tensor *const q = views[sides[s][0]].stored, *const k = views[sides[s][1]].stored;
         if (q->dtype != k->dtype)
-            return cli_fail(CLI_BAD_INPUT, "%s is %s and %s is %s: the dtype must be equal",
-                            kl_role_names[sides[s][0]], q->dtype_name, kl_role_names[sides[s][1]], k->dtype_name);
+            cli_fail(CLI_BAD_INPUT, "%s is %s and %s is %s: the dtype must be equal", kl_role_names[sides[s][0]],
+                     q->dtype_name, kl_role_names[sides[s][1]], k->dtype_name);
     }
-    return CLI_OK;
 }
 
 /* Tensors in another layout than the default are read without an error if all heads are shared by both models. More
@@ -123,12 +112,10 @@ static void warn_about_layout(const kl_view *views, kl_layout layout)
                      views[role].extent[AXIS_HEADS] == views[role % 2 == 0 ? ROLE_Q_T : ROLE_K_T].extent[AXIS_HEADS];
     const int64_t *const extent = views[ROLE_Q_T].extent;
     if (suspicious)
-        (void)cli_fail(
-            CLI_OK,
-            "warning: q_t %s has %" PRId64 " heads and %" PRId64
-            " queries in the layout bhnd, the default; for [batch, length, heads, dim] pass --layout=bnhd, "
-            "and --layout=bhnd to confirm",
-            shape_of(views[ROLE_Q_T].stored).text, extent[AXIS_HEADS], extent[AXIS_LENGTH]);
+        cli_warn("warning: q_t %s has %" PRId64 " heads and %" PRId64
+                 " queries in the layout bhnd, the default; for [batch, length, heads, dim] pass --layout=bnhd, "
+                 "and --layout=bhnd to confirm",
+                 shape_of(views[ROLE_Q_T].stored).text, extent[AXIS_HEADS], extent[AXIS_LENGTH]);
 }
 
 static void fill_problem(skl_problem *problem, const kl_view *views)
@@ -159,31 +146,28 @@ static int64_t longest_sequence(const int32_t *offsets, int64_t batch, int64_t t
     return longest < total ? longest : total;
 }
 
-static int load_packing(kl_inputs *inputs, const kl_request *request)
+static void load_packing(kl_inputs *inputs, const kl_request *request)
 {
-    int64_t count_q, count_k;
-    int exit_code = kl_lengths_load(&inputs->files, ROLE_CU_SEQLENS_Q, request->names[ROLE_CU_SEQLENS_Q],
-                                    &inputs->cu_seqlens_q, &count_q);
-    if (exit_code == CLI_OK)
-        exit_code = kl_lengths_load(&inputs->files, ROLE_CU_SEQLENS_K, request->names[ROLE_CU_SEQLENS_K],
-                                    &inputs->cu_seqlens_k, &count_k);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    int64_t count_q = 0, count_k = 0;
+    inputs->cu_seqlens_q =
+        kl_lengths_load(&inputs->files, ROLE_CU_SEQLENS_Q, request->names[ROLE_CU_SEQLENS_Q], &count_q);
+    inputs->cu_seqlens_k =
+        kl_lengths_load(&inputs->files, ROLE_CU_SEQLENS_K, request->names[ROLE_CU_SEQLENS_K], &count_k);
     const int32_t *const offsets_q = inputs->cu_seqlens_q, *const given_k = inputs->cu_seqlens_k;
     if (offsets_q == NULL && given_k == NULL)
-        return CLI_OK;
+        return;
     if (offsets_q == NULL)
-        return cli_fail(CLI_BAD_INPUT, "cu_seqlens_k: cu_seqlens_q must be given too");
+        cli_fail(CLI_BAD_INPUT, "cu_seqlens_k: cu_seqlens_q must be given too");
     const int32_t *const offsets_k = given_k ? given_k : offsets_q; /* equal sequences of queries and keys */
     if (count_q < 1 || (given_k && count_k != count_q))
-        return cli_fail(CLI_BAD_INPUT,
-                        "cu_seqlens_q has %" PRId64 " entries, cu_seqlens_k %" PRId64
-                        ": both must have one more than there are sequences",
-                        count_q, given_k ? count_k : count_q);
+        cli_fail(CLI_BAD_INPUT,
+                 "cu_seqlens_q has %" PRId64 " entries, cu_seqlens_k %" PRId64
+                 ": both must have one more than there are sequences",
+                 count_q, given_k ? count_k : count_q);
     skl_problem *const problem = &inputs->problem;
     if (problem->batch != 1)
-        return cli_fail(CLI_BAD_INPUT, "q_t %s: packed sequences (cu_seqlens_q) must have a batch of 1",
-                        shape_of(inputs->views[ROLE_Q_T].stored).text);
+        cli_fail(CLI_BAD_INPUT, "q_t %s: packed sequences (cu_seqlens_q) must have a batch of 1",
+                 shape_of(inputs->views[ROLE_Q_T].stored).text);
     problem->packed = 1;
     problem->batch = count_q - 1;
     problem->total_q = problem->len_q;
@@ -192,58 +176,58 @@ static int load_packing(kl_inputs *inputs, const kl_request *request)
     problem->len_k = longest_sequence(offsets_k, problem->batch, problem->total_k);
     inputs->tensors.cu_seqlens_q = offsets_q;
     inputs->tensors.cu_seqlens_k = offsets_k;
-    return CLI_OK;
 }
 
-static int load_key_lengths(kl_inputs *inputs, const kl_request *request)
+static void load_key_lengths(kl_inputs *inputs, const kl_request *request)
 {
     int64_t count;
-    const int exit_code = kl_lengths_load(&inputs->files, ROLE_KEY_LENGTHS, request->names[ROLE_KEY_LENGTHS],
-                                          &inputs->key_lengths, &count);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    inputs->key_lengths = kl_lengths_load(&inputs->files, ROLE_KEY_LENGTHS, request->names[ROLE_KEY_LENGTHS], &count);
     if (inputs->key_lengths && count != inputs->problem.batch)
-        return cli_fail(CLI_BAD_INPUT, "key_lengths has %" PRId64 " entries: must be one per sequence, %" PRId64,
-                        count, inputs->problem.batch);
+        cli_fail(CLI_BAD_INPUT, "key_lengths has %" PRId64 " entries: must be one per sequence, %" PRId64, count,
+                 inputs->problem.batch);
     inputs->tensors.key_lengths = inputs->key_lengths;
-    return CLI_OK;
 }
 
-static int load_row_bounds(kl_inputs *inputs, const kl_request *request)
+static void load_row_bounds(kl_inputs *inputs, const kl_request *request)
 {
-    const struct {
-        kl_role role;
-        int32_t **values;
-    } sides[] = {{ROLE_KEY_BEGIN, &inputs->key_begin}, {ROLE_KEY_END, &inputs->key_end}};
     skl_problem *const problem = &inputs->problem;
-    for (size_t side = 0; side < sizeof sides / sizeof sides[0]; side++) {
-        const kl_role role = sides[side].role;
-        const int exit_code = kl_bounds_load(&inputs->files, role, request->names[role], kl_row_batches(problem),
-                                             kl_row_length(problem), sides[side].values);
-        if (exit_code != CLI_OK)
-            return exit_code;
-    }
+    const int64_t batch = kl_row_batches(problem), length = kl_row_length(problem);
+    inputs->key_begin = kl_bounds_load(&inputs->files, ROLE_KEY_BEGIN, request->names[ROLE_KEY_BEGIN], batch, length);
+    inputs->key_end = kl_bounds_load(&inputs->files, ROLE_KEY_END, request->names[ROLE_KEY_END], batch, length);
     problem->row_bounds = inputs->key_begin || inputs->key_end;
     inputs->tensors.key_begin = inputs->key_begin;
     inputs->tensors.key_end = inputs->key_end;
-    return CLI_OK;
+}
+
+/* Also requests their gradients if those of q are requested. */
+static void load_sinks(kl_inputs *inputs, const kl_request *request)
+{
+    skl_problem *const problem = &inputs->problem;
+    inputs->sink_t = kl_sinks_load(&inputs->files, ROLE_SINK_T, request->names[ROLE_SINK_T], problem->heads_t);
+    inputs->sink_s = kl_sinks_load(&inputs->files, ROLE_SINK_S, request->names[ROLE_SINK_S], problem->heads_s);
+    if (inputs->sink_t == NULL && inputs->sink_s == NULL)
+        return;
+    problem->sinks = 1; /* the library refuses it for an indexer */
+    if (!kl_is_indexer(problem) && (inputs->sink_t == NULL || inputs->sink_s == NULL))
+        cli_fail(CLI_BAD_INPUT,
+                 "%s is missing and %s is given: both must be given, or neither for the KL on the keys alone",
+                 inputs->sink_t ? "sink_s" : "sink_t", inputs->sink_t ? "sink_t" : "sink_s");
+    problem->gradients |=
+        (problem->gradients & SKL_DQ_T ? SKL_DSINK_T : 0U) | (problem->gradients & SKL_DQ_S ? SKL_DSINK_S : 0U);
+    inputs->tensors.sink_t = inputs->sink_t;
+    inputs->tensors.sink_s = inputs->sink_s;
 }
 
 /* ---- The teacher's LSE -------------------------------------------------------------------------------------- */
 
-static int load_lse_t(kl_inputs *inputs, const kl_request *request)
+static void load_lse_t(kl_inputs *inputs, const kl_request *request)
 {
     static const int order[] = {AXIS_LENGTH, AXIS_HEADS, AXIS_BATCH};
-    kl_found found;
-    const char *const given_name = request->names[ROLE_LSE_T];
-    const char *const name = given_name ? given_name : kl_role_names[ROLE_LSE_T];
-    int exit_code = kl_files_find(&inputs->files, ROLE_LSE_T, name, given_name != NULL, &found);
-    if (exit_code != CLI_OK || found.tensor == NULL)
-        return exit_code;
+    const kl_found found = kl_files_find(&inputs->files, ROLE_LSE_T, request->names[ROLE_LSE_T], false);
+    if (found.tensor == NULL)
+        return;
     kl_view view;
-    exit_code = load_view(&view, &found, ROLE_LSE_T);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    load_view(&view, &found, ROLE_LSE_T);
     const kl_view *const q_t = &inputs->views[ROLE_Q_T];
     bool fits = view.stored->rank >= 1 && view.stored->rank <= 3 && view.stored->dtype == SKL_F32;
     if (fits)
@@ -251,113 +235,77 @@ static int load_lse_t(kl_inputs *inputs, const kl_request *request)
     for (int axis = AXIS_BATCH; axis <= AXIS_LENGTH; axis++)
         fits = fits && view.extent[axis] == q_t->extent[axis];
     if (!fits)
-        return cli_fail(CLI_BAD_INPUT,
-                        "lse_t %s %s: must be F32 [B, H, N] of q_t, [%" PRId64 ", %" PRId64 ", %" PRId64 "]",
-                        view.stored->dtype_name, shape_of(view.stored).text, q_t->extent[AXIS_BATCH],
-                        q_t->extent[AXIS_HEADS], q_t->extent[AXIS_LENGTH]);
+        cli_fail(CLI_BAD_INPUT, "lse_t %s %s: must be F32 [B, H, N] of q_t, [%" PRId64 ", %" PRId64 ", %" PRId64 "]",
+                 view.stored->dtype_name, shape_of(view.stored).text, q_t->extent[AXIS_BATCH],
+                 q_t->extent[AXIS_HEADS], q_t->extent[AXIS_LENGTH]);
     inputs->tensors.lse_t = view.input;
-    return CLI_OK;
 }
 
 /* ---- Indexers ----------------------------------------------------------------------------------------------- */
 
 /* Weights [B, H, N, G] determine how many heads of q_s are index heads of one student head. */
-static int load_weights(kl_inputs *inputs, const kl_request *request)
+static void load_weights(kl_inputs *inputs, const kl_request *request)
 {
-    kl_found found;
     kl_view *const w_s = &inputs->w_s;
     const kl_view *const q_s = &inputs->views[ROLE_Q_S];
-    const char *const given_name = request->names[ROLE_W_S];
-    int exit_code =
-        kl_files_find(&inputs->files, ROLE_W_S, given_name ? given_name : kl_role_names[ROLE_W_S], true, &found);
-    if (exit_code == CLI_OK)
-        exit_code = load_view(w_s, &found, ROLE_W_S);
-    if (exit_code == CLI_OK)
-        exit_code = name_head_axes(w_s, request, ROLE_W_S, "G");
-    if (exit_code != CLI_OK)
-        return exit_code;
+    const kl_found found = kl_files_find(&inputs->files, ROLE_W_S, request->names[ROLE_W_S], true);
+    load_view(w_s, &found, ROLE_W_S);
+    name_head_axes(w_s, request, ROLE_W_S, "G");
     const int64_t index_heads = w_s->extent[AXIS_DIM], heads = w_s->extent[AXIS_HEADS];
     if (w_s->extent[AXIS_BATCH] != q_s->extent[AXIS_BATCH] || w_s->extent[AXIS_LENGTH] != q_s->extent[AXIS_LENGTH] ||
         heads < 1 || index_heads < 1 || q_s->extent[AXIS_HEADS] % heads != 0 ||
         q_s->extent[AXIS_HEADS] / heads != index_heads)
-        return cli_fail(CLI_BAD_INPUT, "w_s %s and q_s %s: must be [B, H, N, G] and [B, H * G, N, D]",
-                        shape_of(w_s->stored).text, shape_of(q_s->stored).text);
+        cli_fail(CLI_BAD_INPUT, "w_s %s and q_s %s: must be [B, H, N, G] and [B, H * G, N, D]",
+                 shape_of(w_s->stored).text, shape_of(q_s->stored).text);
     inputs->problem.heads_s = heads;
     inputs->problem.index_heads = index_heads;
     inputs->problem.dtype_w = w_s->stored->dtype;
     inputs->tensors.w_s = w_s->input;
-    return CLI_OK;
 }
 
 /* Optional indices [B, H, N, k] of I32 or I64. */
-static int load_indices(kl_inputs *inputs, const kl_request *request)
+static void load_indices(kl_inputs *inputs, const kl_request *request)
 {
-    kl_found found;
-    const char *const given_name = request->names[ROLE_INDICES];
-    int exit_code = kl_files_find(&inputs->files, ROLE_INDICES, given_name ? given_name : kl_role_names[ROLE_INDICES],
-                                  given_name != NULL, &found);
-    if (exit_code != CLI_OK || found.tensor == NULL)
-        return exit_code;
+    const kl_found found = kl_files_find(&inputs->files, ROLE_INDICES, request->names[ROLE_INDICES], false);
+    if (found.tensor == NULL)
+        return;
     kl_view view = {.stored = found.tensor};
-    exit_code = name_head_axes(&view, request, ROLE_INDICES, "k");
-    if (exit_code != CLI_OK)
-        return exit_code;
+    name_head_axes(&view, request, ROLE_INDICES, "k");
     for (int axis = AXIS_BATCH; axis <= AXIS_LENGTH; axis++)
         if (view.extent[axis] != inputs->w_s.extent[axis] || view.extent[AXIS_DIM] < 1)
-            return cli_fail(CLI_BAD_INPUT, "indices %s and w_s %s: must be [B, H, N, k] and [B, H, N, G]",
-                            shape_of(view.stored).text, shape_of(inputs->w_s.stored).text);
+            cli_fail(CLI_BAD_INPUT, "indices %s and w_s %s: must be [B, H, N, k] and [B, H, N, G]",
+                     shape_of(view.stored).text, shape_of(inputs->w_s.stored).text);
     int64_t count;
-    exit_code = kl_integers_load(ROLE_INDICES, &found, &inputs->indices, &count);
-    view.input.data = inputs->indices;
+    view.input.data = inputs->indices = kl_integers_load(ROLE_INDICES, &found, &count);
     inputs->problem.top_k = view.extent[AXIS_DIM];
     inputs->tensors.indices = view.input;
-    return exit_code;
-}
-
-static int load_indexer(kl_inputs *inputs, const kl_request *request)
-{
-    const int exit_code = load_weights(inputs, request);
-    return exit_code == CLI_OK ? load_indices(inputs, request) : exit_code;
 }
 
 /* ---- All inputs --------------------------------------------------------------------------------------------- */
 
-int kl_inputs_load(kl_inputs *inputs, const kl_request *request)
+void kl_inputs_load(kl_inputs *inputs, const kl_request *request)
 {
     inputs->problem = request->problem;
     inputs->tensors.struct_size = sizeof inputs->tensors;
-    int exit_code = kl_files_open(&inputs->files, request->files, request->file_count);
-    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT && exit_code == CLI_OK; role++)
-        exit_code = load_heads(&inputs->views[role], &inputs->files, request, role);
-    if (exit_code == CLI_OK)
-        exit_code = check_agreement(inputs->views);
-    if (exit_code != CLI_OK)
-        return exit_code;
+    inputs->files = kl_files_open(request->files, request->file_count);
+    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
+        load_heads(&inputs->views[role], &inputs->files, request, role);
+    check_agreement(inputs->views);
     warn_about_layout(inputs->views, request->layout);
     fill_problem(&inputs->problem, inputs->views);
     inputs->tensors.q_t = inputs->views[ROLE_Q_T].input;
     inputs->tensors.k_t = inputs->views[ROLE_K_T].input;
     inputs->tensors.q_s = inputs->views[ROLE_Q_S].input;
     inputs->tensors.k_s = inputs->views[ROLE_K_S].input;
-    if (kl_is_indexer(&inputs->problem))
-        exit_code = load_indexer(inputs, request);
-    if (exit_code == CLI_OK)
-        exit_code = load_lse_t(inputs, request);
-    if (exit_code == CLI_OK)
-        exit_code = load_packing(inputs, request);
-    if (exit_code == CLI_OK)
-        exit_code = load_key_lengths(inputs, request);
-    if (exit_code == CLI_OK)
-        exit_code = load_row_bounds(inputs, request);
-    if (exit_code == CLI_OK)
-        exit_code = kl_sinks_load(inputs, request);
-    return exit_code;
-}
-
-int kl_inputs_check(const kl_inputs *inputs, const skl_plan *plan)
-{
-    const skl_status status = skl_inputs_check(plan, &inputs->tensors);
-    return status == SKL_OK ? CLI_OK : cli_fail_status(status);
+    if (kl_is_indexer(&inputs->problem)) {
+        load_weights(inputs, request);
+        load_indices(inputs, request);
+    }
+    load_lse_t(inputs, request);
+    load_packing(inputs, request);
+    load_key_lengths(inputs, request);
+    load_row_bounds(inputs, request);
+    load_sinks(inputs, request);
 }
 
 void kl_inputs_free(kl_inputs *inputs)

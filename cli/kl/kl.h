@@ -2,14 +2,70 @@
 #ifndef STREAMKL_CLI_KL_KL_H
 #define STREAMKL_CLI_KL_KL_H
 
+#include "cli/common/options.h"
 #include "cli/common/runner.h"
 #include "cli/io/file_write.h"
-#include "cli/kl/files.h"
-#include "cli/kl/reduction.h"
+#include "cli/io/tensor_file.h"
 #include "streamkl.h"
-#include <argp.h>
 
-typedef enum kl_layout { LAYOUT_DEFAULT, LAYOUT_BHND, LAYOUT_BNHD } kl_layout; /* default: bhnd */
+/* ---- Files -------------------------------------------------------------------------------------------------- */
+
+/* The purpose of a tensor. The first four are required. */
+typedef enum kl_role {
+    ROLE_Q_T,
+    ROLE_K_T,
+    ROLE_Q_S,
+    ROLE_K_S,
+    ROLE_LSE_T,
+    ROLE_KEY_LENGTHS,
+    ROLE_CU_SEQLENS_Q,
+    ROLE_CU_SEQLENS_K,
+    ROLE_W_S,
+    ROLE_INDICES,
+    ROLE_KEY_BEGIN,
+    ROLE_KEY_END,
+    ROLE_SINK_T,
+    ROLE_SINK_S,
+    ROLE_COUNT,
+    ROLE_REQUIRED_COUNT = ROLE_LSE_T
+} kl_role;
+
+extern const char *const kl_role_names[ROLE_COUNT]; /* "q_t", ...: also the default names in files */
+
+typedef struct kl_file {
+    const char *path;
+    tensor_file *contents;
+    int role; /* of ROLE=FILE; -1: any, by name */
+} kl_file;
+
+typedef struct kl_files {
+    kl_file *files;
+    size_t count;
+} kl_files;
+
+typedef struct kl_found {
+    const kl_file *file;
+    const stored_tensor *tensor; /* NULL: not found */
+} kl_found;
+
+/* Opens arguments of the form FILE or ROLE=FILE. */
+kl_files kl_files_open(char *const *arguments, size_t count);
+void kl_files_close(kl_files *files);
+
+/* Call it after the computation and before its results are used: refuses files that changed during it. */
+void kl_files_unchanged(const kl_files *files);
+
+/* Finds the tensor for a role, by its name in the files; NULL: the name of the role. A missing tensor is an error if
+ * it is required or named. */
+kl_found kl_files_find(const kl_files *files, kl_role role, const char *name, bool required);
+
+/* ---- The command line --------------------------------------------------------------------------------------- */
+
+typedef enum kl_layout { LAYOUT_BHND, LAYOUT_BNHD, LAYOUT_DEFAULT } kl_layout; /* default: bhnd */
+typedef enum kl_reduction { REDUCTION_MEAN, REDUCTION_SUM, REDUCTION_NONE } kl_reduction;
+
+extern const char *const kl_layout_names[];    /* by kl_layout */
+extern const char *const kl_reduction_names[]; /* by kl_reduction */
 
 typedef struct kl_request {
     skl_problem problem; /* masks, scales, direction; the files determine shapes and types */
@@ -23,8 +79,13 @@ typedef struct kl_request {
     int32_t grad_teacher, explain, json;
 } kl_request;
 
-/* A child for a command's argp: files, and names and layout of their tensors. Input: the kl_request. */
-extern const struct argp kl_input_argp;
+/* Names and layout of the tensors in files: options of a kl_request. */
+extern const cli_option kl_input_options[];
+
+/* Refuses outputs that are inputs of the request, equal, or not writable. */
+void kl_outputs_check(const kl_request *request, const output_file *outputs, size_t count);
+
+/* ---- Inputs ------------------------------------------------------------------------------------------------- */
 
 /* A stored tensor viewed as [batch, heads, length, dim]. */
 enum { AXIS_BATCH, AXIS_HEADS, AXIS_LENGTH, AXIS_DIM, AXIS_COUNT };
@@ -45,6 +106,24 @@ typedef struct kl_inputs {
     float *sink_t, *sink_s;
 } kl_inputs;
 
+void kl_inputs_load(kl_inputs *inputs, const kl_request *request);
+void kl_inputs_free(kl_inputs *inputs);
+
+/* Integers for a role: a list ("3,5,8"), or a tensor with 1 dimension. NULL: neither is given. */
+int32_t *kl_lengths_load(const kl_files *files, kl_role role, const char *text, int64_t *count);
+
+/* One integer per query: a list, or a tensor [batch, length]; for a batch of 1 also [length]. NULL: neither is given.
+ */
+int32_t *kl_bounds_load(const kl_files *files, kl_role role, const char *text, int64_t batch, int64_t length);
+
+/* One logit per head: a list, or a tensor. NULL: neither is given. */
+float *kl_sinks_load(const kl_files *files, kl_role role, const char *text, int64_t heads);
+
+/* The elements of an I32 or I64 tensor of any shape, in row-major order. */
+int32_t *kl_integers_load(kl_role role, const kl_found *found, int64_t *count);
+
+/* ---- Results ------------------------------------------------------------------------------------------------ */
+
 /* Row vectors and gradients, contiguous; a gradient has the layout of its tensor. */
 typedef struct kl_results {
     plan_runner runner;
@@ -58,39 +137,13 @@ typedef struct kl_results {
     double sum;                           /* of the KL over the valid rows */
 } kl_results;
 
-/* On failure these print why. They return an exit code. Call the matching free in any case; it accepts zeroed
- * structs. */
-int kl_inputs_load(kl_inputs *inputs, const kl_request *request);
-void kl_inputs_free(kl_inputs *inputs);
-
-/* Checks lengths and indices before they are copied to a GPU or used outside the library. */
-int kl_inputs_check(const kl_inputs *inputs, const skl_plan *plan);
-
-int kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request);
+void kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request);
 void kl_results_free(kl_results *results);
 
-/* Refuses outputs that are inputs of the request, or equal. */
-int kl_outputs_compare(const kl_request *request, const output_file *outputs, size_t count);
+/* Writes --out and --grad: both files or none. */
+void kl_outputs_write(const kl_results *results, const kl_inputs *inputs, const kl_request *request);
 
-/* --out and --grad: both files or none. kl_outputs_check() reports problems before the computation. */
-int kl_outputs_check(const kl_request *request);
-int kl_outputs_write(const kl_results *results, const kl_inputs *inputs, const kl_request *request);
-
-int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request);
-
-/* Integers for a role, from a list in `text` ("3,5,8") or from a tensor with 1 dimension. Without either, *values is
- * NULL. */
-int kl_lengths_load(const kl_files *files, kl_role role, const char *text, int32_t **values, int64_t *count);
-
-/* The same for one integer per query: a tensor is [batch, length]; for a batch of 1 also [length]. */
-int kl_bounds_load(const kl_files *files, kl_role role, const char *text, int64_t batch, int64_t length,
-                   int32_t **values);
-
-/* sink_t and sink_s of inputs whose shapes are known, and their gradients if those of q are requested. */
-int kl_sinks_load(kl_inputs *inputs, const kl_request *request);
-
-/* The elements of an I32 or I64 tensor of any shape, in row-major order. */
-int kl_integers_load(kl_role role, const kl_found *found, int32_t **values, int64_t *count);
+void kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request);
 
 /* The extents of row vectors: [batch, heads, length], or packed [1, heads, total]. */
 static inline int64_t kl_row_batches(const skl_problem *problem)
@@ -101,6 +154,11 @@ static inline int64_t kl_row_batches(const skl_problem *problem)
 static inline int64_t kl_row_length(const skl_problem *problem)
 {
     return problem->packed ? problem->total_q : problem->len_q;
+}
+
+static inline int64_t kl_row_count(const skl_problem *problem, int64_t heads)
+{
+    return kl_row_batches(problem) * heads * kl_row_length(problem);
 }
 
 static inline bool kl_is_indexer(const skl_problem *problem)

@@ -4,7 +4,7 @@
 #include "cli/kl/kl.h"
 #include "cli/common/explain.h"
 #include "cli/common/options.h"
-#include "cli/term/position_chart.h"
+#include "cli/term/term.h"
 #include "cli/common/workload.h"
 
 #include <inttypes.h>
@@ -20,9 +20,8 @@ static double reduced(const kl_results *results, kl_reduction reduction)
 /* Mean over the rows that attend to any key. */
 static double mean_of(const float *rows, const kl_results *results, const skl_problem *problem)
 {
-    const int64_t count = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
     double sum = 0;
-    for (int64_t i = 0; i < count; i++)
+    for (int64_t i = 0; i < kl_row_count(problem, problem->heads_s); i++)
         sum += (double)rows[i]; /* 0 for other rows */
     return results->valid_rows > 0 ? sum / (double)results->valid_rows : 0;
 }
@@ -34,35 +33,21 @@ static double total_seconds(const kl_results *results)
 
 /* ---- JSON --------------------------------------------------------------------------------------------------- */
 
-/* NULL: out of memory. All other values are small, so their allocations are not checked. */
-static json_t *row_json(const float *row, int64_t length)
-{
-    json_t *const values = json_array();
-    bool complete = values != NULL;
-    for (int64_t i = 0; i < length && complete; i++)
-        complete = json_array_append_new(values, cli_json_number((double)row[i])) == 0;
-    if (complete)
-        return values;
-    json_decref(values);
-    return NULL;
-}
-
 /* [batch][heads][length], packed [heads][total], like --out. */
 static json_t *rows_json(const float *rows, const skl_problem *problem)
 {
-    const int64_t length = kl_row_length(problem);
     json_t *const batches = json_array();
-    bool complete = batches != NULL;
-    for (int64_t b = 0; b < kl_row_batches(problem) && complete; b++) {
+    for (int64_t b = 0; b < kl_row_batches(problem); b++) {
         json_t *const heads = json_array();
-        for (int64_t h = 0; h < problem->heads_s && complete; h++, rows += length)
-            complete = json_array_append_new(heads, row_json(rows, length)) == 0;
-        complete = json_array_append_new(batches, heads) == 0 && complete;
+        for (int64_t h = 0; h < problem->heads_s; h++) {
+            json_t *const values = json_array();
+            for (int64_t i = 0; i < kl_row_length(problem); i++)
+                cli_json_append(values, cli_json_number((double)*rows++));
+            cli_json_append(heads, values);
+        }
+        cli_json_append(batches, heads);
     }
-    json_t *const nested = problem->packed ? json_array_get(batches, 0) : batches;
-    json_t *const result = complete ? json_incref(nested) : NULL;
-    json_decref(batches);
-    return result;
+    return problem->packed ? json_incref(json_array_get(batches, 0)) : batches;
 }
 
 /* Exact if it fits into a JSON integer. */
@@ -73,41 +58,32 @@ static json_t *count_json(double count)
 
 static json_t *shapes_json(const kl_inputs *inputs)
 {
-    json_t *shapes = json_object();
+    json_t *const shapes = json_object();
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
         const stored_tensor *const tensor = inputs->views[role].stored;
-        json_t *shape = json_array();
+        json_t *const shape = json_array();
         for (int d = 0; d < tensor->rank; d++)
-            cli_json_append(&shape, json_integer(tensor->shape[d]));
-        cli_json_set(&shapes, kl_role_names[role], shape);
+            cli_json_append(shape, json_integer(tensor->shape[d]));
+        cli_json_set(shapes, kl_role_names[role], shape);
     }
     return shapes;
 }
 
-/* The operations that ran. NULL: out of memory. */
+/* The operations that ran. */
 static json_t *explanations_json(const plan_runner *runner)
 {
     json_t *const object = json_object();
-    bool complete = object != NULL;
     for (int op = 0; op < SKL_OP_PARTIAL; op++)
         if (runner->explanations[op])
-            complete = explain_add_json(object, (skl_op)op, runner->explanations[op]) && complete;
-    if (complete)
-        return object;
-    json_decref(object);
-    return NULL;
+            explain_add_json(object, (skl_op)op, runner->explanations[op]);
+    return object;
 }
 
-static const char *layout_name(kl_layout layout)
-{
-    return layout == LAYOUT_BNHD ? "bnhd" : "bhnd";
-}
-
-static int print_json(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+static void print_json(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     const skl_problem *const problem = &inputs->problem;
     const plan_runner *const runner = &results->runner;
-    const int64_t rows = kl_row_batches(problem) * problem->heads_s * kl_row_length(problem);
+    const int64_t rows = kl_row_count(problem, problem->heads_s);
     const workload work = workload_of(problem, &inputs->tensors);
     const bool every_row = request->reduction == REDUCTION_NONE;
     const struct {
@@ -115,7 +91,7 @@ static int print_json(const kl_results *results, const kl_inputs *inputs, const 
         json_t *value;
     } members[] = {
         {"kl", every_row ? rows_json(results->kl, problem) : cli_json_number(reduced(results, request->reduction))},
-        {"reduction", json_string(kl_reduction_name(request->reduction))},
+        {"reduction", json_string(kl_reduction_names[request->reduction])},
         {"direction", json_string(direction_name(problem->direction))},
         {"rows", json_integer(results->valid_rows)},
         {"masked_rows", json_integer(rows - results->valid_rows)},
@@ -131,47 +107,31 @@ static int print_json(const kl_results *results, const kl_inputs *inputs, const 
         {"peak_growth_bytes", runner->peak_growth < 0 ? json_null() : json_integer(runner->peak_growth)},
         {"materialised_bytes", count_json(work.materialised_size)},
         {"shapes", shapes_json(inputs)},
-        {"layout", json_string(layout_name(request->layout))},
+        {"layout", json_string(kl_layout_names[request->layout])},
         {"row_bounds", json_boolean(problem->row_bounds)},
         {"sinks", json_boolean(problem->sinks)},
     };
     json_t *const object = json_object();
-    bool complete = object != NULL;
     for (size_t m = 0; m < sizeof members / sizeof members[0]; m++)
-        complete = json_object_set_new(object, members[m].key, members[m].value) == 0 && complete;
-    const struct {
-        const char *key;
-        const float *rows;
-    } parts[] = {{"cross_entropy", results->cross_entropy}, {"entropy", results->entropy}, {"mass", results->mass}};
-    for (size_t m = 0; kl_is_indexer(problem) && m < sizeof parts / sizeof parts[0]; m++)
-        complete = json_object_set_new(object, parts[m].key,
-                                       cli_json_number(mean_of(parts[m].rows, results, problem))) == 0 &&
-                   complete;
+        cli_json_set(object, members[m].key, members[m].value);
+    if (kl_is_indexer(problem)) {
+        cli_json_set(object, "cross_entropy", cli_json_number(mean_of(results->cross_entropy, results, problem)));
+        cli_json_set(object, "entropy", cli_json_number(mean_of(results->entropy, results, problem)));
+        cli_json_set(object, "mass", cli_json_number(mean_of(results->mass, results, problem)));
+    }
     if (request->explain)
-        complete = json_object_set_new(object, "explain", explanations_json(runner)) == 0 && complete;
-    if (complete)
-        return cli_print_json(object);
-    json_decref(object);
-    return cli_print_json(NULL);
+        cli_json_set(object, "explain", explanations_json(runner));
+    cli_print_json(object);
 }
 
 /* ---- Table -------------------------------------------------------------------------------------------------- */
 
-static const char *plural(int64_t count)
-{
-    return count == 1 ? "" : "s";
-}
-
 static void print_headline(const kl_results *results, const skl_problem *problem, kl_reduction reduction)
 {
-    static const char *const formulas[] = {
-        [SKL_KL_FORWARD] = "KL(teacher || student)",
-        [SKL_KL_REVERSE] = "KL(student || teacher)",
-    };
     const term_style style = term_style_for(stdout);
-    printf("%s  %s%.9g%s  %s of %" PRId64 " row%s\n", formulas[problem->direction], style.bold,
+    printf("KL(%s)  %s%.9g%s  %s of %" PRId64 " row%s\n", direction_formula(problem->direction), style.bold,
            reduced(results, reduction), style.plain, reduction == REDUCTION_SUM ? "sum" : "mean", results->valid_rows,
-           plural(results->valid_rows));
+           cli_plural(results->valid_rows));
     if (results->nonfinite_rows > 0)
         printf("%s  %" PRId64 " row%s not finite: visible elements of q or k are NaN or infinite%s\n", style.bad,
                results->nonfinite_rows, results->nonfinite_rows == 1 ? " is" : "s are", style.plain);
@@ -180,8 +140,8 @@ static void print_headline(const kl_results *results, const skl_problem *problem
 static void print_side(const char *side, const kl_view *q, const kl_view *k)
 {
     printf("  %-8s %" PRId64 " head%s, %" PRId64 " key head%s, size %" PRId64 ", %s\n", side, q->extent[AXIS_HEADS],
-           plural(q->extent[AXIS_HEADS]), k->extent[AXIS_HEADS], plural(k->extent[AXIS_HEADS]), q->extent[AXIS_DIM],
-           dtype_name(q->stored->dtype));
+           cli_plural(q->extent[AXIS_HEADS]), k->extent[AXIS_HEADS], cli_plural(k->extent[AXIS_HEADS]),
+           q->extent[AXIS_DIM], dtype_name(q->stored->dtype));
 }
 
 static void print_shapes(const kl_inputs *inputs, kl_layout layout)
@@ -192,7 +152,7 @@ static void print_shapes(const kl_inputs *inputs, kl_layout layout)
            problem->batch, problem->len_q, problem->len_k, packed ? ", at most" : "");
     print_side("teacher", &inputs->views[ROLE_Q_T], &inputs->views[ROLE_K_T]);
     print_side("student", &inputs->views[ROLE_Q_S], &inputs->views[ROLE_K_S]);
-    printf("  %-8s %s%s\n", "layout", layout_name(layout), layout == LAYOUT_DEFAULT ? ", the default" : "");
+    printf("  %-8s %s%s\n", "layout", kl_layout_names[layout], layout == LAYOUT_DEFAULT ? ", the default" : "");
 }
 
 /* What limits keys or adds an outcome without being an option: files may contain it. */
@@ -208,7 +168,7 @@ static void print_bounds_and_sinks(const kl_inputs *inputs)
 static void print_indexer(const kl_results *results, const skl_problem *problem)
 {
     printf("  %-8s %" PRId64 " student head%s with %" PRId64 " index head%s", "indexer", problem->heads_s,
-           plural(problem->heads_s), problem->index_heads, plural(problem->index_heads));
+           cli_plural(problem->heads_s), problem->index_heads, cli_plural(problem->index_heads));
     if (problem->top_k > 0)
         printf(", top-k %" PRId64, problem->top_k);
     printf("\n  %-8s cross-entropy %.6g, entropy %.6g, mass %.6g\n", "mean",
@@ -307,7 +267,7 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
     print_heads(results, problem);
     if (!problem->packed && problem->len_q >= SHORTEST_CHART && results->valid_rows > 0) {
         printf("\n");
-        position_chart_print(stdout, results->kl, results->lse_s, problem->batch * problem->heads_s, problem->len_q);
+        term_position_chart(stdout, results->kl, results->lse_s, problem->batch * problem->heads_s, problem->len_q);
     }
     print_costs(results, inputs);
     if (request->explain)
@@ -320,10 +280,7 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
     print_written(request->grad_path, gradients);
 }
 
-int kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+void kl_report(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
-    if (request->json)
-        return print_json(results, inputs, request);
-    print_table(results, inputs, request);
-    return CLI_OK;
+    (request->json ? print_json : print_table)(results, inputs, request);
 }

@@ -2,10 +2,8 @@
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/map/print.h"
-#include "cli/common/options.h"
 #include "cli/common/resident.h"
-#include "cli/io/tensor_write.h"
-#include "cli/io/file_write.h"
+#include "cli/term/term.h"
 #include "view/attention_map.h"
 #include "view/figure.h"
 
@@ -14,15 +12,13 @@
 #include <stdlib.h>
 
 static const char doc[] =
-    "Attention maps of a teacher (q_t, k_t) and a student (q_s, k_s), and a map of the contributions to their KL, "
-    "over "
-    "buckets of queries and keys, streamed at any context length. Files and tensors are those of streamkl kl."
-    "\vA row of P or S is the mean attention of the queries of a bucket to each bucket of keys: it sums to 1. A row "
-    "of "
-    "KL sums to the mean KL of its queries; a cell is negative if the student attends more than the teacher. "
-    "Brightness "
-    "is the square root of the value, so that faint keys stay visible next to bright ones; P and S share one scale. "
-    "Queries that attend to no key are excluded.\n"
+    "Attention maps of a teacher (q_t, k_t) and a student (q_s, k_s), and a map of the contributions to their "
+    "KL, over buckets of queries and keys, streamed at any context length. Files and tensors are those of "
+    "streamkl kl."
+    "\vA row of P or S is the mean attention of the queries of a bucket to each bucket of keys: it sums to 1. A "
+    "row of KL sums to the mean KL of its queries; a cell is negative if the student attends more than the "
+    "teacher. Brightness is the square root of the value, so that faint keys stay visible next to bright ones; P "
+    "and S share one scale. Queries that attend to no key are excluded.\n"
     "\n"
     "Examples:\n"
     "  streamkl map pair.safetensors --causal\n"
@@ -42,20 +38,7 @@ typedef struct map_request {
     int32_t json;
 } map_request;
 
-enum { KEY_BUCKETS = OPTIONS_COMMAND_KEYS, KEY_HEAD, KEY_PNG, KEY_OUT, KEY_JSON };
-enum { GROUP_MAP = 1, GROUP_INPUT, GROUP_PROBLEM, GROUP_ENGINE };
 enum { BUCKETS_DEFAULT = 64, BUCKETS_MAX = 4096 };
-
-static const struct argp_option options[] = {
-    {NULL, 0, NULL, 0, "Map:", GROUP_MAP},
-    {"buckets", KEY_BUCKETS, "N", 0, "Number of query buckets and of key buckets, 1 to 4096; default 64", 0},
-    {"head", KEY_HEAD, "N|mean|all", 0, "A student head, the mean of all heads, or all heads; default mean", 0},
-    {"png", KEY_PNG, "PREFIX", 0,
-     "Write PREFIX-p.png, PREFIX-s.png and PREFIX-kl.png; with --head all PREFIX-h0-p.png ...", 0},
-    {"out", KEY_OUT, "FILE", 0, "Write p, s, kl [heads, buckets, buckets] of every head as safetensors", 0},
-    {"json", KEY_JSON, NULL, 0, "Print one JSON object instead of the maps", 0},
-    {0},
-};
 
 static const char *parse_buckets(const char *text, void *value)
 {
@@ -72,26 +55,26 @@ static const char *parse_head(const char *text, void *value)
     return parse_int64(text, value) || *head < 0 ? "mean, all or the number of a head" : NULL;
 }
 
-static const option_field fields[] = {
-    {KEY_BUCKETS, parse_buckets, offsetof(map_request, buckets)},
-    {KEY_HEAD, parse_head, offsetof(map_request, head)},
-    {KEY_PNG, parse_string, offsetof(map_request, png_prefix)},
-    {KEY_OUT, parse_string, offsetof(map_request, out_path)},
-    {KEY_JSON, parse_flag, offsetof(map_request, json)},
-    {0, NULL, 0},
+static const cli_option map_options[] = {
+    {"buckets", "N", parse_buckets, offsetof(map_request, buckets),
+     "Number of query buckets and of key buckets, 1 to 4096; default 64"},
+    {"head", "N|mean|all", parse_head, offsetof(map_request, head),
+     "A student head, the mean of all heads, or all heads; default mean"},
+    {"png", "PREFIX", parse_string, offsetof(map_request, png_prefix),
+     "Write PREFIX-p.png, PREFIX-s.png and PREFIX-kl.png; with --head all PREFIX-h0-p.png ..."},
+    {"out", "FILE", parse_string, offsetof(map_request, out_path),
+     "Write p, s, kl [heads, buckets, buckets] of every head as safetensors"},
+    {"json", NULL, parse_flag, offsetof(map_request, json), "Print one JSON object instead of the maps"},
+    {0},
 };
 
-static error_t parse_option(int key, char *text, struct argp_state *state)
-{
-    map_request *const request = state->input;
-    if (key == ARGP_KEY_INIT) {
-        state->child_inputs[0] = &request->input;
-        state->child_inputs[1] = &request->input.problem;
-        state->child_inputs[2] = &request->input.options;
-        return 0;
-    }
-    return options_store(fields, options, key, text, request);
-}
+static const option_group groups[] = {
+    {"Map:", map_options, 0},
+    {"Input:", kl_input_options, offsetof(map_request, input)},
+    {"Masks, scales and direction:", problem_options, offsetof(map_request, input.problem)},
+    {"Engine:", engine_options, offsetof(map_request, input.options)},
+    {0},
+};
 
 /* ---- Output ------------------------------------------------------------------------------------------------- */
 
@@ -127,30 +110,29 @@ static double top_of(const attention_map *shown, const map_picture *picture)
 }
 
 /* The requested heads: a view of `map`, or the mean over heads, which `mean` owns. */
-static int choose_heads(attention_map *shown, attention_map *mean, const attention_map *map, int64_t head)
+static void choose_heads(attention_map *shown, attention_map *mean, const attention_map *map, int64_t head)
 {
     *shown = *map;
     if (head == HEAD_ALL)
-        return CLI_OK;
+        return;
     if (head >= map->heads)
-        return cli_fail(CLI_BAD_INPUT, "--head=%" PRId64 ": must be 0..%" PRId64 ", mean or all", head,
-                        map->heads - 1);
+        cli_fail(CLI_BAD_INPUT, "--head=%" PRId64 ": must be 0..%" PRId64 ", mean or all", head, map->heads - 1);
     shown->heads = 1;
     if (head != HEAD_MEAN) {
         shown->p += head * cells_of(map);
         shown->s += head * cells_of(map);
         shown->kl += head * cells_of(map);
-        return CLI_OK;
+        return;
     }
-    const size_t size = ((size_t)cells_of(map) + 1) * sizeof(double);
-    *mean = (attention_map){1, map->rows, map->columns, malloc(size), malloc(size), malloc(size)};
-    if (mean->p == NULL || mean->s == NULL || mean->kl == NULL)
-        return cli_fail(CLI_NO_MEMORY, "out of memory: the mean of %" PRId64 " heads", map->heads);
+    const size_t size = (size_t)cells_of(map) * sizeof(double);
+    *mean = (attention_map){1, map->rows, map->columns};
+    double **const means[] = {&mean->p, &mean->s, &mean->kl};
+    for (int p = 0; p < 3; p++)
+        *means[p] = cli_allocate(size, "the mean of the heads");
     attention_map_mean(map, map->p, mean->p);
     attention_map_mean(map, map->s, mean->s);
     attention_map_mean(map, map->kl, mean->kl);
     *shown = *mean;
-    return CLI_OK;
 }
 
 static void print_head(const map_request *request, const attention_map *map, int64_t shown_head)
@@ -182,26 +164,26 @@ static void print_maps(const map_request *request, const attention_map *map, con
 
 static json_t *json_cube(const attention_map *map, const double *values)
 {
-    json_t *heads = json_array();
+    json_t *const heads = json_array();
     for (int64_t head = 0; head < map->heads; head++) {
-        json_t *rows = json_array();
+        json_t *const rows = json_array();
         for (int64_t row = 0; row < map->rows; row++) {
-            json_t *line = json_array();
+            json_t *const line = json_array();
             for (int64_t column = 0; column < map->columns; column++)
-                cli_json_append(&line, cli_json_number(*values++));
-            cli_json_append(&rows, line);
+                cli_json_append(line, cli_json_number(*values++));
+            cli_json_append(rows, line);
         }
-        cli_json_append(&heads, rows);
+        cli_json_append(heads, rows);
     }
     return heads;
 }
 
-static int print_json(const attention_map *shown, const skl_problem *problem)
+static void print_json(const attention_map *shown, const skl_problem *problem)
 {
-    return cli_print_json(json_pack("{sI sI sI sI so so so}", "peak_bytes", (json_int_t)resident_peak(), "batch",
-                                    (json_int_t)problem->batch, "len_q", (json_int_t)problem->len_q, "len_k",
-                                    (json_int_t)problem->len_k, "p", json_cube(shown, shown->p), "s",
-                                    json_cube(shown, shown->s), "kl", json_cube(shown, shown->kl)));
+    cli_print_json(json_pack("{sI sI sI sI so so so}", "peak_bytes", (json_int_t)resident_peak(), "batch",
+                             (json_int_t)problem->batch, "len_q", (json_int_t)problem->len_q, "len_k",
+                             (json_int_t)problem->len_k, "p", json_cube(shown, shown->p), "s",
+                             json_cube(shown, shown->s), "kl", json_cube(shown, shown->kl)));
 }
 
 /* ---- Files -------------------------------------------------------------------------------------------------- */
@@ -220,12 +202,10 @@ static png_path path_of_png(const map_request *request, int64_t head, const map_
     return path;
 }
 
-static int write_pngs(file_set *set, const map_request *request, const attention_map *shown,
-                      const skl_problem *problem)
+static void write_pngs(const map_request *request, const attention_map *shown, const skl_problem *problem)
 {
-    int exit_code = CLI_OK;
     for (int64_t head = 0; head < shown->heads; head++) {
-        for (int p = 0; p < PICTURE_COUNT && exit_code == CLI_OK; p++) {
+        for (int p = 0; p < PICTURE_COUNT; p++) {
             const figure drawn = {
                 .title = pictures[p].title,
                 .palette = pictures[p].palette,
@@ -236,21 +216,19 @@ static int write_pngs(file_set *set, const map_request *request, const attention
                 .len_q = problem->len_q,
                 .len_k = problem->len_k,
             };
-            bytes file = {0};
-            figure_png(&file, &drawn);
-            exit_code = file_write_into(set, path_of_png(request, head, &pictures[p]).text, &file);
-            bytes_free(&file);
+            const png_path path = path_of_png(request, head, &pictures[p]);
+            FILE *const file = file_write_begin();
+            if (!figure_png(file, &drawn))
+                cli_fail(CLI_NO_MEMORY, "%s: out of memory for its contents", path.text);
+            file_write_end(file, path.text);
         }
     }
-    return exit_code;
 }
 
-static int write_tensors(file_set *set, const char *path, const attention_map *map)
+static void write_tensors(const char *path, const attention_map *map)
 {
     const int64_t count = map->heads * cells_of(map);
-    float *const values = malloc(((size_t)count * PICTURE_COUNT + 1) * sizeof *values);
-    if (values == NULL)
-        return cli_fail(CLI_NO_MEMORY, "out of memory: %s needs %" PRId64 " numbers", path, count * PICTURE_COUNT);
+    float *const values = cli_allocate((size_t)count * PICTURE_COUNT * sizeof *values, path);
     output_tensor tensors[PICTURE_COUNT];
     for (int p = 0; p < PICTURE_COUNT; p++) {
         const double *const from = values_of(map, &pictures[p]);
@@ -259,134 +237,96 @@ static int write_tensors(file_set *set, const char *path, const attention_map *m
         tensors[p] =
             (output_tensor){pictures[p].name, SKL_F32, 3, {map->heads, map->rows, map->columns}, values + p * count};
     }
-    tensor_error error;
-    const bool written = tensor_write_into(set, path, tensors, PICTURE_COUNT, NULL, 0, &error);
+    file_write_tensors(path, tensors, PICTURE_COUNT, NULL, 0);
     free(values);
-    return written ? CLI_OK : cli_fail(CLI_WRITE_FAILED, "%s", error.text);
 }
 
-static int show(const map_request *request, const attention_map *map, const skl_problem *problem)
+static void show(const map_request *request, const attention_map *map, const skl_problem *problem)
 {
     attention_map shown, mean = {0};
     if (request->png_prefix && cells_of(map) == 0)
-        return cli_fail(CLI_BAD_INPUT, "--png=%s: no queries or no keys: a picture needs at least one of each",
-                        request->png_prefix);
-    int exit_code = choose_heads(&shown, &mean, map, request->head);
-    file_set set = {NULL, NULL};
-    if (exit_code == CLI_OK && request->out_path)
-        exit_code = write_tensors(&set, request->out_path, map);
-    if (exit_code == CLI_OK && request->png_prefix)
-        exit_code = write_pngs(&set, request, &shown, problem);
-    exit_code = file_write_commit(&set, exit_code);
-    if (exit_code == CLI_OK && request->json)
-        exit_code = print_json(&shown, problem);
-    else if (exit_code == CLI_OK)
+        cli_fail(CLI_BAD_INPUT, "--png=%s: no queries or no keys: a picture needs at least one of each",
+                 request->png_prefix);
+    choose_heads(&shown, &mean, map, request->head);
+    if (request->out_path)
+        write_tensors(request->out_path, map);
+    if (request->png_prefix)
+        write_pngs(request, &shown, problem);
+    file_write_commit();
+    if (request->json)
+        print_json(&shown, problem);
+    else
         print_maps(request, map, &shown, problem);
     free(mean.p);
     free(mean.s);
     free(mean.kl);
-    return exit_code;
 }
 
 /* ---- The command -------------------------------------------------------------------------------------------- */
 
-static int compute(attention_map *map, const map_request *request, const kl_inputs *inputs)
+static void compute(attention_map *map, const map_request *request, const kl_inputs *inputs)
 {
-    term_progress progress;
     skl_options watched = request->input.options;
     watched.progress = term_progress_update;
-    watched.progress_user = &progress;
-    term_progress_begin(&progress, "map");
-    const skl_status status =
-        attention_map_compute(map, request->buckets, request->buckets, &inputs->problem, &inputs->tensors, &watched);
-    term_progress_end(&progress);
-    if (status == SKL_OK)
-        return CLI_OK;
-    return device_error()[0] ? cli_fail_status(status) : fail_plan(status, &request->input.options);
+    term_progress_begin("map");
+    plan_check(
+        attention_map_compute(map, request->buckets, request->buckets, &inputs->problem, &inputs->tensors, &watched),
+        &watched);
+    term_progress_end();
 }
 
 /* The map reads lengths itself, so they are checked before. It shows attention to keys, and a sink is none. */
-static int check_inputs(const map_request *request, const kl_inputs *inputs)
+static void check_inputs(const map_request *request, const kl_inputs *inputs)
 {
     if (inputs->problem.sinks)
-        return cli_fail(CLI_BAD_INPUT,
-                        "sink_t, sink_s: streamkl map has no place for sinks; name the files as q_t=FILE k_t=FILE "
-                        "q_s=FILE k_s=FILE for a map of the distributions on the keys alone");
-    skl_plan *plan = NULL;
-    const skl_status status = skl_plan_create(&plan, &inputs->problem, &request->input.options);
-    const int exit_code =
-        status == SKL_OK ? kl_inputs_check(inputs, plan) : fail_plan(status, &request->input.options);
+        cli_fail(CLI_BAD_INPUT,
+                 "sink_t, sink_s: streamkl map has no place for sinks; name the files as q_t=FILE k_t=FILE q_s=FILE "
+                 "k_s=FILE for a map of the distributions on the keys alone");
+    skl_plan *const plan = plan_create(&inputs->problem, &request->input.options);
+    cli_check(skl_inputs_check(plan, &inputs->tensors));
     skl_plan_destroy(plan);
-    return exit_code;
 }
 
-/* The files to write; the caller frees *outputs and *paths, to which the pictures' names belong. */
-static int list_outputs(const map_request *request, int64_t heads, output_file **outputs, png_path **paths)
+static void check_outputs(const map_request *request, int64_t heads)
 {
+    if (request->png_prefix && strlen(request->png_prefix) + sizeof "-h9223372036854775807-kl.png" > PATH_MAX)
+        cli_fail(CLI_BAD_INPUT, "--png=%.60s...: must be shorter", request->png_prefix);
     const int64_t shown = request->png_prefix == NULL ? 0 : request->head == HEAD_ALL ? heads : 1;
-    int count = 0;
-    *outputs = calloc((size_t)shown * PICTURE_COUNT + 1, sizeof **outputs);
-    *paths = calloc((size_t)shown * PICTURE_COUNT + 1, sizeof **paths);
-    if (*outputs == NULL || *paths == NULL)
-        return -1;
+    const size_t most = (size_t)shown * PICTURE_COUNT + 1;
+    output_file *const outputs = cli_allocate_zeros(most, sizeof *outputs, "the names of the pictures");
+    png_path *const paths = cli_allocate_zeros(most, sizeof *paths, "the names of the pictures");
+    size_t count = 0;
     for (int64_t head = 0; head < shown; head++) {
         for (int p = 0; p < PICTURE_COUNT; p++, count++) {
-            (*paths)[count] = path_of_png(request, head, &pictures[p]);
-            (*outputs)[count] = (output_file){"--png", (*paths)[count].text};
+            paths[count] = path_of_png(request, head, &pictures[p]);
+            outputs[count] = (output_file){"--png", paths[count].text};
         }
     }
     if (request->out_path)
-        (*outputs)[count++] = (output_file){"--out", request->out_path};
-    return count;
-}
-
-static int check_outputs(const map_request *request, int64_t heads)
-{
-    if (request->png_prefix && strlen(request->png_prefix) + sizeof "-h9223372036854775807-kl.png" > PATH_MAX)
-        return cli_fail(CLI_BAD_INPUT, "--png=%.60s...: must be shorter", request->png_prefix);
-    output_file *outputs;
-    png_path *paths;
-    const int count = list_outputs(request, heads, &outputs, &paths);
-    int exit_code = count < 0 ? cli_fail(CLI_NO_MEMORY, "out of memory for the names of the pictures")
-                              : kl_outputs_compare(&request->input, outputs, (size_t)count);
-    for (int o = 0; o < count && exit_code == CLI_OK; o++)
-        exit_code = file_write_check(outputs[o].path);
+        outputs[count++] = (output_file){"--out", request->out_path};
+    kl_outputs_check(&request->input, outputs, count);
     free(outputs);
     free(paths);
-    return exit_code;
 }
 
 int cmd_map(int argc, char **argv)
 {
-    static const struct argp_child children[] = {
-        {&kl_input_argp, 0, "Input:", GROUP_INPUT},
-        {&problem_argp, 0, "Masks, scales and direction:", GROUP_PROBLEM},
-        {&engine_argp, 0, "Engine:", GROUP_ENGINE},
-        {0},
-    };
-    static const struct argp argp = {
-        .options = options, .parser = parse_option, .args_doc = "FILE...", .doc = doc, .children = children};
+    static const command_line command = {doc, groups, "FILE..."};
     map_request request = {.buckets = BUCKETS_DEFAULT, .head = HEAD_MEAN};
-    request.input.problem = skl_problem_default();
+    request.input =
+        (kl_request){.problem = skl_problem_default(), .options = skl_options_default(), .layout = LAYOUT_DEFAULT};
     request.input.problem.gradients = 0;
-    request.input.options = skl_options_default();
-    const int refused = options_parse(&argp, argc, argv, 0, &request);
-    if (refused)
-        return refused;
+    request.input.file_count = (size_t)options_parse(&command, argc, argv, &request);
+    request.input.files = argv + argc - request.input.file_count;
     kl_inputs inputs = {.files = {NULL, 0}};
     attention_map map = {0};
-    int exit_code = kl_inputs_load(&inputs, &request.input);
-    if (exit_code == CLI_OK)
-        exit_code = check_outputs(&request, inputs.problem.heads_s);
-    if (exit_code == CLI_OK)
-        exit_code = check_inputs(&request, &inputs);
-    if (exit_code == CLI_OK)
-        exit_code = compute(&map, &request, &inputs);
-    if (exit_code == CLI_OK)
-        exit_code = kl_files_unchanged(&inputs.files);
-    if (exit_code == CLI_OK)
-        exit_code = show(&request, &map, &inputs.problem);
+    kl_inputs_load(&inputs, &request.input);
+    check_outputs(&request, inputs.problem.heads_s);
+    check_inputs(&request, &inputs);
+    compute(&map, &request, &inputs);
+    kl_files_unchanged(&inputs.files);
+    show(&request, &map, &inputs.problem);
     attention_map_free(&map);
     kl_inputs_free(&inputs);
-    return exit_code;
+    return CLI_OK;
 }

@@ -1,6 +1,7 @@
 #include "cli/term/term.h"
 #include "device/clock.h"
 
+#include <inttypes.h>
 #include <langinfo.h>
 #include <math.h>
 #include <stdlib.h>
@@ -29,39 +30,44 @@ bool term_has_blocks(FILE *stream)
 
 /* ---- Progress ----------------------------------------------------------------------------------------------- */
 
-void term_progress_begin(term_progress *progress, const char *label)
+static struct {
+    const char *label;
+    double began, drawn; /* clock_seconds(); drawn is 0 if no line is on the screen */
+} progress;
+
+void term_progress_begin(const char *label)
 {
-    progress->label = label;
-    progress->began = clock_seconds();
-    progress->drawn = 0;
+    progress.label = label;
+    progress.began = clock_seconds();
+    progress.drawn = 0;
 }
 
-void term_progress_update(void *user, int64_t done, int64_t total)
+void term_progress_update(void *unused, int64_t done, int64_t total)
 {
     enum { BAR_WIDTH = 30 };
     static const double redraw_seconds = 0.1;
     static const double patience_seconds = 0.3; /* shorter calls get no bar */
     static const char filled[] = "##############################", empty[] = "..............................";
-    term_progress *progress = user;
+    (void)unused;
     const double now = clock_seconds();
-    const double elapsed = now - progress->began;
-    if (total <= 0 || done <= 0 || elapsed < patience_seconds || now - progress->drawn < redraw_seconds)
+    const double elapsed = now - progress.began;
+    if (total <= 0 || done <= 0 || elapsed < patience_seconds || now - progress.drawn < redraw_seconds)
         return;
     if (!is_capable_terminal(stderr))
         return;
     const double share = (double)done / (double)total;
     const int full = (int)(share * BAR_WIDTH);
-    fprintf(stderr, "\r%-10s [%.*s%.*s] %3.0f %%  %.0f s left \033[K", progress->label, full, filled,
-            BAR_WIDTH - full, empty, 100 * share, ceil(elapsed / share - elapsed));
+    fprintf(stderr, "\r%-10s [%.*s%.*s] %3.0f %%  %.0f s left \033[K", progress.label, full, filled, BAR_WIDTH - full,
+            empty, 100 * share, ceil(elapsed / share - elapsed));
     fflush(stderr);
-    progress->drawn = now;
+    progress.drawn = now;
 }
 
-void term_progress_end(term_progress *progress)
+void term_progress_end(void)
 {
-    if (progress->drawn > 0)
+    if (progress.drawn > 0)
         fputs("\r\033[K", stderr);
-    progress->drawn = 0;
+    progress.drawn = 0;
 }
 
 /* ---- Chart -------------------------------------------------------------------------------------------------- */
@@ -102,4 +108,33 @@ void term_chart(FILE *stream, const double *values, int count, int height)
         }
         fprintf(stream, "%s\n", style.plain);
     }
+}
+
+/* Mean over positions [begin, end) of all sequences; NaN if no row attends to a key. */
+static double mean_between(const float *kl, const float *lse_s, int64_t sequence_count, int64_t length, int64_t begin,
+                           int64_t end)
+{
+    double sum = 0;
+    int64_t rows = 0;
+    for (int64_t sequence = 0; sequence < sequence_count; sequence++) {
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t row = sequence * length + i;
+            if (isinf(lse_s[row]))
+                continue;
+            sum += (double)kl[row];
+            rows++;
+        }
+    }
+    return rows ? sum / (double)rows : NAN;
+}
+
+void term_position_chart(FILE *stream, const float *kl, const float *lse_s, int64_t sequence_count, int64_t length)
+{
+    enum { WIDTH = 64, HEIGHT = 6 };
+    double columns[WIDTH];
+    const int count = length < WIDTH ? (int)length : WIDTH;
+    for (int c = 0; c < count; c++)
+        columns[c] = mean_between(kl, lse_s, sequence_count, length, length * c / count, length * (c + 1) / count);
+    term_chart(stream, columns, count, HEIGHT);
+    fprintf(stream, "  %9s  0%*" PRId64 "\n", "query", count - 1, length - 1);
 }

@@ -18,16 +18,14 @@ term_style term_style_for(FILE *stream);
 bool term_has_blocks(FILE *stream);
 
 /* One line on stderr that shows the progress of a long call; nothing if stderr is not a terminal. */
-typedef struct term_progress {
-    const char *label;
-    double began, drawn; /* clock_seconds(); drawn is 0 if no line is on the screen */
-} term_progress;
-
-void term_progress_begin(term_progress *progress, const char *label);
-void term_progress_update(void *progress, int64_t done, int64_t total); /* an skl_progress */
-void term_progress_end(term_progress *progress);                        /* clears the line */
+void term_progress_begin(const char *label);                          /* not copied */
+void term_progress_update(void *unused, int64_t done, int64_t total); /* an skl_progress */
+void term_progress_end(void);                                         /* clears the line */
 
 /* A column chart of values >= 0 with a height of `height` lines and its scale on the left. NaN leaves a gap. */
 void term_chart(FILE *stream, const double *values, int count, int height);
+
+/* The mean KL by position, of rows [sequence_count, length] that attend to any key. */
+void term_position_chart(FILE *stream, const float *kl, const float *lse_s, int64_t sequence_count, int64_t length);
 
 #endif

@@ -17,5 +17,5 @@ def main() -> None:
     assert package is not None and package.origin is not None  # the same wheel installs both
     tool = Path(package.origin).with_name("bin") / "streamkl"
     if not tool.exists():
-        sys.exit("streamkl: this build has no command-line tool, because Jansson was missing; see docs/design/packaging.md")
+        sys.exit("streamkl: this build has no command-line tool, because Jansson or libpng was missing; see docs/design/packaging.md")
     os.execv(tool, [str(tool), *sys.argv[1:]])

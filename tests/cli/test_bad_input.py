@@ -273,7 +273,7 @@ def limit_file_size(size):
 def test_full_disk_leaves_neither_file(pair, tmp_path):
     """--out fits, --grad does not: neither remains."""
     done = run("kl", pair, "--out", tmp_path / "out", "--grad", tmp_path / "grad", preexec_fn=limit_file_size(4096))
-    assert_refused(done, "--grad", "grad", "File too large", code=5)
+    assert_refused(done, "grad: cannot write: File too large", code=5)
     assert list(tmp_path.iterdir()) == [pair]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tool import TOOL, load, run, save
 
-SMALL = ["--context", "512", "--needles", "16", "--no-baseline"]
+SMALL = ["--context", "512", "--needles", "16"]
 
 
 def distill(folder, *options, **more):
@@ -135,7 +135,7 @@ def make_files(folder, dtype="f32", sequences=6, context=96, width_t=24, width_s
 @pytest.mark.parametrize("own_hidden", [True, False])
 def test_files(tmp_path, dtype, own_hidden):
     teacher, initial = make_files(tmp_path, dtype, own_hidden=own_hidden)
-    files = ["--teacher", teacher, "--student", initial, "--held-out", "2", "--no-baseline"]
+    files = ["--teacher", teacher, "--student", initial, "--held-out", "2"]
     done = run("distill", *files, "--out", tmp_path / "out", "--steps", "60", "--rate", "0.02", "--json")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
@@ -151,7 +151,7 @@ def test_files(tmp_path, dtype, own_hidden):
 def test_kl_before_equals_kl_of_the_projections(tmp_path):
     """numpy projects the held-out sequences; streamkl kl gives the same KL."""
     teacher, initial = make_files(tmp_path, own_hidden=True)
-    answer = run("distill", "--teacher", teacher, "--student", initial, "--held-out", "2", "--steps", "1", "--out", tmp_path / "out", "--json", "--no-baseline")
+    answer = run("distill", "--teacher", teacher, "--student", initial, "--held-out", "2", "--steps", "1", "--out", tmp_path / "out", "--json")
     big, small = ({name: array for name, (_, array) in load(path).items()} for path in (teacher, initial))
 
     def project(weights, hidden):
@@ -173,7 +173,7 @@ def test_names_that_are_not_utf8(tmp_path):
     teacher, initial = make_files(tmp_path)
     teacher = teacher.rename(os.fsdecode(os.fsencode(teacher) + b"\xff"))
     out = tmp_path / os.fsdecode(b"out\xe9")
-    options = ["distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--no-baseline", "--out", out, "--json"]
+    options = ["distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--out", out, "--json"]
     done = run(*options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["report"] == f"{tmp_path}/out?/report.html"
@@ -182,7 +182,7 @@ def test_names_that_are_not_utf8(tmp_path):
 def test_flat_weights_need_heads(tmp_path):
     flat = np.random.default_rng(1).standard_normal((64, 24)).astype(np.float32)
     teacher, initial = make_files(tmp_path, own_hidden=False, teacher={"w_q": flat, "w_k": flat[:32]})
-    options = ["distill", "--teacher", teacher, "--student", initial, "--out", tmp_path / "out", "--steps", "2", "--no-baseline"]
+    options = ["distill", "--teacher", teacher, "--student", initial, "--out", tmp_path / "out", "--steps", "2"]
     refused = run(*options)
     assert refused.returncode == 2 and "w_q" in refused.stderr and "--heads-t" in refused.stderr
     assert run(*options, "--heads-t", "4").returncode == 0
@@ -205,7 +205,6 @@ BAD = {
     "steps_many_with_files": (["--steps", "16777217", "--teacher", "/no/such", "--student", "/no/such"], "--steps=16777217: must be 1..16777216"),
     "control_queries": (["--control-queries", "-2"], "--control-queries=-2"),
     "control_queries_many": (["--context", "512", "--control-queries", "513"], "--control-queries=513: must be at most the context, 512"),
-    "control_queries_old_name": (["--unguided", "-2"], "--control-queries=-2"),
     "rate": (["--rate", "-1"], "--rate=-1: must be a number above 0"),
     "direction": (["--direction", "both"], "--direction=both"),
     "teacher_alone": (["--teacher", "x.safetensors"], "--teacher: --student must be given"),
@@ -273,7 +272,7 @@ def test_hostile_names_are_escaped(tmp_path):
     folder = tmp_path / "<b>&'"
     folder.mkdir()
     teacher, initial = make_files(folder)
-    done = run("distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--no-baseline", "--out", tmp_path / "out")
+    done = run("distill", "--teacher", teacher, "--student", initial, "--steps", "1", "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "out/report.html").read_text()
     assert "<b>&'" not in page and "\\u003cb>&'" in page

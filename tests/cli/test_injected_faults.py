@@ -31,7 +31,7 @@ def command(request, tmp_path):
     arguments = {
         "kl": ["kl", pair, "--out", out / "rows", "--grad", out / "grad"],
         "map": ["map", pair, "--buckets", "2", "--out", out / "maps", "--png", out / "x"],
-        "distill": ["distill", "--teacher", teacher, "--student", student, "--out", out, "--steps", "2", "--held-out", "1", "--no-baseline"],
+        "distill": ["distill", "--teacher", teacher, "--student", student, "--out", out, "--steps", "2", "--held-out", "1"],
     }[name]
 
     def outputs():
@@ -126,7 +126,7 @@ def test_no_memory_for_json(tmp_path, more):
     """An object is printed whole, or the exit status says that it is not."""
     pair = save(tmp_path / "pair.safetensors", make_tensors(batch=1, len_q=3, len_k=3, dim_t=4, dim_s=4))
     teacher, student = make_files(tmp_path, sequences=2, context=8)
-    inputs = {"distill": ["--teacher", teacher, "--student", student, "--out", tmp_path / "out", "--steps", "1", "--held-out", "1", "--no-baseline"]}
+    inputs = {"distill": ["--teacher", teacher, "--student", student, "--out", tmp_path / "out", "--steps", "1", "--held-out", "1"]}
     arguments = [more[0], *inputs.get(more[0], [pair]), *more[1:], "--json"]
     whole = skeleton(json.loads(run(*arguments).stdout))
     step = 1 if inject.LONG else 11 if more[0] == "distill" else 5

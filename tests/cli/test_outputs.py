@@ -67,7 +67,7 @@ def test_distill_replaces_no_input(tmp_path, which, name):
     files = list(make_files(tmp_path))
     files[which] = files[which].rename(tmp_path / "run" / name)
     before = files[which].read_bytes()
-    command = ["--teacher", files[0], "--student", files[1], "--steps", "1", "--no-baseline"]
+    command = ["--teacher", files[0], "--student", files[1], "--steps", "1"]
     done = run("distill", *command, "--out", tmp_path / "run")
     assert done.returncode == 2 and name in done.stderr and "must not be an input file" in done.stderr
     assert files[which].read_bytes() == before and os.listdir(tmp_path / "run") == [name]
@@ -78,8 +78,6 @@ def test_two_outputs_are_one_file(pair):
     done = run("kl", pair, "--out", folder / "new", "--grad", folder / "." / ".." / folder.name / "new")
     assert done.returncode == 2 and "must be different files" in done.stderr
     done = run("map", pair, "--png", folder / "x", "--out", folder / "x-s.png")
-    assert done.returncode == 2 and "must be different files" in done.stderr
-    done = run("bench", "--lengths", "16", "--csv", folder / "new", "--plot", folder / "new")
     assert done.returncode == 2 and "must be different files" in done.stderr
     assert os.listdir(folder) == [pair.name]
 
@@ -138,7 +136,7 @@ def test_kl_keeps_the_old_files(tmp_path):
             (tmp_path / name).write_bytes(content)
         before = listing(tmp_path)
         done = run_on_a_small_disk("kl", pair, *outputs)
-        assert done.returncode == 5 and "--grad" in done.stderr, done.stderr
+        assert done.returncode == 5 and "grad: cannot write" in done.stderr, done.stderr
         assert listing(tmp_path) == before
     assert run("kl", pair, *outputs).returncode == 0
     assert set(listing(tmp_path)) == {pair.name, "rows", "grad"}

@@ -1,0 +1,11 @@
+# The libraries of the tool. Each is refused by name, with the package that has it.
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(JANSSON QUIET IMPORTED_TARGET jansson)
+find_package(PNG QUIET)
+set(without_tool "or build without the tool: -D STREAMKL_TOOL=OFF")
+if(NOT JANSSON_FOUND)
+  message(FATAL_ERROR "The streamkl tool needs Jansson: apt-get install libjansson-dev, ${without_tool}")
+endif()
+if(NOT PNG_FOUND)
+  message(FATAL_ERROR "The streamkl tool needs libpng: apt-get install libpng-dev, ${without_tool}")
+endif()
