@@ -43,11 +43,6 @@ static const char *parse_rate(const char *text, void *value)
     return parse_float(text, value) || *(float *)value <= 0 ? "a number above 0" : NULL;
 }
 
-static const char *parse_control_queries(const char *text, void *value)
-{
-    return parse_int64(text, value) || *(int64_t *)value < 0 ? "an integer, 0 or more" : NULL;
-}
-
 static const cli_option task_options[] = {
     {"context", "N", parse_count, SETTING(context), "Tokens per sequence; default 8192"},
     {"needles", "N", parse_count, SETTING(needles), "Definitions per sequence, 1 to 256; default 32"},
@@ -73,9 +68,6 @@ static const cli_option training_options[] = {
      "KL(teacher || student), the default, or KL(student || teacher)"},
     {"seed", "N", parse_int64, SETTING(seed), "Seed of data and initial weights; default 1"},
     {"held-out", "N", parse_count, SETTING(held_out), "Sequences for evaluation only; default 4"},
-    {"control-queries", "N", parse_control_queries, SETTING(control_queries),
-     "Queries per sequence for a control student, which learns from the outputs of attention instead of the KL; 0: "
-     "no control; default a sixteenth of the context, with your own files 0"},
     {0},
 };
 
@@ -125,11 +117,6 @@ static void open_run(distill_run *run)
     plan_check(attention_pair_open(&run->pair, &source->shape, &request->options, run->pair.threads),
                &request->options);
     cli_check(student_allocate(&run->student, &source->initial_student));
-    if (request->settings.control_queries) {
-        cli_check(student_allocate(&run->control, &source->initial_student));
-        cli_check(output_loss_open(&run->control_loss, &run->pair, request->settings.control_queries,
-                                   source->shape.teacher.width));
-    }
     const size_t room = (size_t)request->settings.steps + 1;
     float **const histories[] = {&run->history.loss, &run->history.evaluation_step, &run->history.evaluation_kl};
     for (size_t h = 0; h < sizeof histories / sizeof histories[0]; h++)
@@ -140,8 +127,6 @@ static void close_run(distill_run *run)
 {
     attention_pair_close(&run->pair);
     student_free(&run->student);
-    student_free(&run->control);
-    output_loss_close(&run->control_loss);
     free(run->history.loss);
     free(run->history.evaluation_step);
     free(run->history.evaluation_kl);
@@ -172,8 +157,6 @@ static void finish(distill_run *run)
 {
     evaluate_student(run, &run->before, &run->source->initial_student);
     evaluate_student(run, &run->after, &run->student.weights);
-    if (run->request->settings.control_queries)
-        evaluate_student(run, &run->after_control, &run->control.weights);
     distill_student_save(run);
     distill_report_write(run);
     distill_source_unchanged(run->source);
@@ -201,7 +184,6 @@ int cmd_distill(int argc, char **argv)
                      .batch = 1,
                      .held_out = 4,
                      .seed = 1,
-                     .control_queries = CONTROL_DEFAULT,
                      .rate = 0.05F},
         .options = skl_options_default(),
         .folder = "streamkl-distill",

@@ -14,13 +14,10 @@ typedef struct distill_settings {
     int64_t context, needles, hidden;
     int64_t heads_t, dim_t, heads_s, dim_s;
     int64_t steps, batch, held_out, seed;
-    int64_t control_queries; /* queries per sequence that the control student learns from; 0: no control */
     float rate;
     skl_direction direction;
     const char *teacher_path, *student_path; /* NULL: the synthetic task */
 } distill_settings;
-
-enum { CONTROL_DEFAULT = -1 }; /* a sixteenth of the context, with files 0 */
 
 typedef struct distill_request {
     distill_settings settings;
@@ -75,10 +72,9 @@ typedef struct distill_run {
     const distill_request *request;
     distill_source *source;
     attention_pair pair;
-    student_model student, control; /* no control if settings.control_queries is 0 */
-    output_loss control_loss;
+    student_model student;
     distill_history history;
-    evaluation before, after, after_control;
+    evaluation before, after;
     int64_t peak; /* resident bytes */
 } distill_run;
 

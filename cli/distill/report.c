@@ -35,7 +35,7 @@ static json_t *document_matrix(const double *values, int64_t rows, int64_t colum
     return matrix;
 }
 
-/* A curve of a chart. `style` is a class of the page: teacher, before, after, loss or control. x may be NULL. */
+/* A curve of a chart. `style` is a class of the page: teacher, before, after or loss. x may be NULL. */
 static json_t *document_series(const char *name, const char *style, const double *x, const double *y, int64_t count,
                                bool dots)
 {
@@ -72,16 +72,6 @@ static json_t *figure(json_t *value, const char *label, json_t *detail)
     return json_pack("{so ss so}", "value", value, "label", label, "detail", detail);
 }
 
-static json_t *hits_detail(const distill_run *run)
-{
-    const double teacher = 100 * evaluate_hit_rate_t(&run->after.all);
-    const double before = 100 * evaluate_hit_rate_s(&run->before.all);
-    if (!run->request->settings.control_queries)
-        return json_sprintf("teacher %.0f %%, before training %.0f %%", teacher, before);
-    return json_sprintf("teacher %.0f %%, before training %.0f %%, control %.0f %%", teacher, before,
-                        100 * evaluate_hit_rate_s(&run->after_control.all));
-}
-
 static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
@@ -91,7 +81,8 @@ static json_t *figures(const distill_run *run)
                                 json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
     if (run->source->retrieves)
         cli_json_append(all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)),
-                                    "definitions found", hits_detail(run)));
+                                    "definitions found", json_sprintf("teacher %.0f %%, before training %.0f %%", 100 * evaluate_hit_rate_t(&run->after.all),
+                                     100 * evaluate_hit_rate_s(&run->before.all))));
     cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
                                 json_sprintf("materialised, the matrices of a step would take %s",
                                              cli_bytes_text(materialised).text)));
@@ -171,21 +162,18 @@ static json_t *training_section(const distill_run *run)
 
 static json_t *found_by_depth(const distill_run *run)
 {
-    double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS], control[EVALUATE_DEPTHS];
+    double teacher[EVALUATE_DEPTHS], before[EVALUATE_DEPTHS], after[EVALUATE_DEPTHS];
     json_t *const groups = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         teacher[d] = evaluate_hit_rate_t(&run->after.depths[d]);
         before[d] = evaluate_hit_rate_s(&run->before.depths[d]);
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
-        control[d] = evaluate_hit_rate_s(&run->after_control.depths[d]);
         cli_json_append(groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
     }
     json_t *const series =
         json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher, EVALUATE_DEPTHS, false),
                   document_series("before", "before", NULL, before, EVALUATE_DEPTHS, false),
                   document_series("after", "after", NULL, after, EVALUATE_DEPTHS, false));
-    if (run->request->settings.control_queries)
-        cli_json_append(series, document_series("control", "control", NULL, control, EVALUATE_DEPTHS, false));
     return json_pack("{ss ss ss so so}", "kind", "bars", "title", "Definitions found, by depth", "x_label",
                      "depth of the definition, % of the context", "groups", groups, "series", series);
 }
@@ -208,25 +196,17 @@ static json_t *kl_by_depth(const distill_run *run)
 
 static json_t *depths_section(const distill_run *run)
 {
-    char lead[768];
-    const int length = snprintf(
-        lead, sizeof lead,
-        "A reference needs one definition before it. It counts as found if a retrieval head gives the definition "
-        "more than half of its attention, despite distractors all over the context.");
-    if (run->request->settings.control_queries)
-        snprintf(lead + length, sizeof lead - (size_t)length,
-                 " The control starts with the same weights and takes the same steps on the same sequences. It "
-                 "learns from the outputs of attention instead of the attention KL, with %" PRId64
-                 " queries per sequence.",
-                 run->request->settings.control_queries);
-    return document_section("Does the student use the whole context?", lead,
-                            json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
+    return document_section(
+        "Does the student use the whole context?",
+        "A reference needs one definition before it. It counts as found if a retrieval head gives the definition more "
+        "than half of its attention, despite distractors all over the context.",
+        json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
 }
 
 /* ---- Maps --------------------------------------------------------------------------------------------------- */
 
 typedef struct report_maps {
-    attention_map before, after, control; /* `control` is empty if there is none */
+    attention_map before, after;
 } report_maps;
 
 /* The map of a student on the first held-out sequence. */
@@ -251,17 +231,15 @@ static json_t *drawn_map(const char *caption, const char *palette, const attenti
 
 static json_t *head_maps(const report_maps *maps, int64_t head)
 {
-    const attention_map *const before = &maps->before, *const after = &maps->after, *const control = &maps->control;
+    const attention_map *const before = &maps->before, *const after = &maps->after;
     const int64_t cells = after->rows * after->columns, at = head * cells;
     const double top = picture_bright(after->p + at, cells), kl_top = picture_bright(before->kl + at, cells);
-    json_t *const last = control->s
-                             ? drawn_map("control", "share", control, control->s + at, top)
-                             : drawn_map("contributions to the KL, after", "signed", after, after->kl + at, kl_top);
     json_t *const drawn =
         json_pack("[ooooo]", drawn_map("teacher", "share", after, after->p + at, top),
                   drawn_map("student before", "share", before, before->s + at, top),
                   drawn_map("student after", "share", after, after->s + at, top),
-                  drawn_map("contributions to the KL, before", "signed", before, before->kl + at, kl_top), last);
+                  drawn_map("contributions to the KL, before", "signed", before, before->kl + at, kl_top),
+                  drawn_map("contributions to the KL, after", "signed", after, after->kl + at, kl_top));
     return json_pack("{ss so so}", "kind", "maps", "title", json_sprintf("Head %" PRId64, head), "maps", drawn);
 }
 
@@ -324,7 +302,6 @@ static const struct {
     {"batch", offsetof(distill_settings, batch)},
     {"held-out", offsetof(distill_settings, held_out)},
     {"seed", offsetof(distill_settings, seed)},
-    {"control-queries", offsetof(distill_settings, control_queries)},
 };
 enum { COUNTS = sizeof counts / sizeof counts[0] };
 
@@ -364,15 +341,6 @@ static json_t *settings_section(const distill_run *run)
     const distill_settings *const settings = &run->request->settings;
     char text[160];
     json_t *const rows = json_array();
-    for (size_t c = 0; c < COUNTS; c++)
-        add_setting(rows, counts[c].name, json_sprintf("%" PRId64, count_of(settings, c)));
-    add_setting(rows, "rate",
-                json_sprintf("%g, warm-up over 5 %% of the steps, then cosine decay", (double)settings->rate));
-    add_setting(rows, "direction", json_string(direction_name(settings->direction)));
-    if (settings->teacher_path) {
-        add_setting(rows, "teacher", cli_json_path(settings->teacher_path));
-        add_setting(rows, "student", cli_json_path(settings->student_path));
-    }
     add_setting(rows, "steps done", json_sprintf("%" PRId64 " of %" PRId64, run->student.step, settings->steps));
     add_setting(rows, "kernel", json_string(skl_plan_kernel(run->pair.plan)));
     machine_cpu_model(text, sizeof text);
@@ -422,8 +390,6 @@ void distill_report_write(distill_run *run)
     report_maps maps = {.before = {0}};
     map_student(&maps.before, run, &run->source->initial_student);
     map_student(&maps.after, run, &run->student.weights);
-    if (run->request->settings.control_queries)
-        map_student(&maps.control, run, &run->control.weights);
     run->peak = resident_peak();
     json_t *const document = document_of(run, &maps);
     char *const json = document ? json_dumps(document, JSON_COMPACT | JSON_REAL_PRECISION(DIGITS)) : NULL;
@@ -436,5 +402,4 @@ void distill_report_write(distill_run *run)
     json_decref(document);
     attention_map_free(&maps.before);
     attention_map_free(&maps.after);
-    attention_map_free(&maps.control);
 }

@@ -74,16 +74,6 @@ static void print_depths(const distill_run *run)
     }
 }
 
-static void print_control(const distill_run *run)
-{
-    const term_style style = term_style_for(stdout);
-    printf("%sControl%s, trained on attention outputs for the same number of steps: KL %.4g", style.bold, style.plain,
-           run->after_control.kl);
-    if (run->source->retrieves)
-        printf(", hits %.1f %%", 100 * evaluate_hit_rate_s(&run->after_control.all));
-    printf("\n");
-}
-
 void distill_print_result(const distill_run *run)
 {
     const term_style style = term_style_for(stdout);
@@ -99,8 +89,6 @@ void distill_print_result(const distill_run *run)
     printf("%sPeak memory%s %s for the whole process; materialised, the matrices of a step would take %s\n",
            style.bold, style.plain, cli_bytes_text((double)run->peak).text,
            cli_bytes_text(work.materialised_size).text);
-    if (settings->control_queries)
-        print_control(run);
     printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
            skl_plan_kernel(run->pair.plan));
 }
@@ -134,9 +122,7 @@ void distill_print_json(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     cli_print_json(json_pack(
-        "{so so sI sI so so so so so sI so so so}", "kl_control",
-        run->request->settings.control_queries ? cli_json_number(run->after_control.kl) : json_null(), "hits_control",
-        cli_json_number(evaluate_hit_rate_s(&run->after_control.all)), "step", (json_int_t)run->student.step, "steps",
+        "{sI sI so so so so so sI so so so}", "step", (json_int_t)run->student.step, "steps",
         (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
         cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
         heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,

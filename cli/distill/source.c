@@ -84,11 +84,6 @@ void distill_source_open(distill_source *source, distill_settings *settings, int
         distill_files_open(source, settings);
     else
         open_synthetic(source, settings, threads);
-    if (settings->control_queries == CONTROL_DEFAULT)
-        settings->control_queries = settings->teacher_path ? 0 : settings->context / 16;
-    if (settings->control_queries > settings->context) /* which may come from a file */
-        cli_fail(CLI_BAD_INPUT, "--control-queries=%" PRId64 ": must be at most the context, %" PRId64,
-                 settings->control_queries, settings->context);
 }
 
 void distill_source_unchanged(const distill_source *source)

@@ -103,8 +103,7 @@ static void take_step(distill_run *run, const training_config *config)
     const int64_t step = run->student.step;
     double loss;
     const double began = clock_seconds();
-    cli_check(train_step(&run->student, run->request->settings.control_queries > 0 ? &run->control : NULL, config,
-                         &run->pair, &run->control_loss, &loss, &distill_stop));
+    cli_check(train_step(&run->student, config, &run->pair, &loss, &distill_stop));
     if (run->student.step == step)
         return; /* stopped within the batch */
     run->history.seconds += clock_seconds() - began;
@@ -119,8 +118,8 @@ static void take_step(distill_run *run, const training_config *config)
 void distill_train(distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
-    const training_config config = {run->source->teacher, &run->source->sequences, settings->steps,
-                                    settings->batch,      settings->rate,          (uint64_t)settings->seed};
+    const training_config config = {run->source->teacher, &run->source->sequences, settings->steps, settings->batch,
+                                    settings->rate};
     print_heading(run);
     while (!distill_stop) {
         if (evaluation_is_due(run))

@@ -47,16 +47,6 @@ def test_kl_falls_and_definitions_are_found(trained):
     assert answer["peak_bytes"] < 64 << 20
 
 
-def test_control_student(trained, tmp_path):
-    """The control does not find the definitions in the same number of steps, and does not affect the student."""
-    _, answer = trained
-    assert answer["kl_control"] > 20 * answer["kl_after"]
-    assert answer["hits_control"] < 0.5
-    assert distill(tmp_path / "both", "--steps", "6")["kl_control"] is not None
-    assert distill(tmp_path / "one", "--steps", "6", "--control-queries", "0")["kl_control"] is None
-    assert student(tmp_path / "both") == student(tmp_path / "one")
-
-
 def test_shapes_of_the_weights(trained):
     folder, _ = trained
     weights = load(folder / "student.safetensors")
@@ -70,7 +60,7 @@ def test_text(tmp_path):
     done = run("distill", "--out", tmp_path / "run", *SMALL, "--steps", "12")
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.isascii()
-    for words in ("held-out KL", "hits", "tokens/s", "peak memory", "12/12", "Hits and KL by depth", "Control", "report.html"):
+    for words in ("held-out KL", "hits", "tokens/s", "peak memory", "12/12", "Hits and KL by depth", "report.html"):
         assert words in done.stdout
     assert "\r" not in done.stdout
 
@@ -203,8 +193,6 @@ BAD = {
     "steps_many": (["--steps", "9223372036854775807"], "--steps=9223372036854775807: must be 1..16777216"),
     "batch_many": (["--batch", "9223372036854775807"], "--batch=9223372036854775807: must be 1..1048576"),
     "steps_many_with_files": (["--steps", "16777217", "--teacher", "/no/such", "--student", "/no/such"], "--steps=16777217: must be 1..16777216"),
-    "control_queries": (["--control-queries", "-2"], "--control-queries=-2"),
-    "control_queries_many": (["--context", "512", "--control-queries", "513"], "--control-queries=513: must be at most the context, 512"),
     "rate": (["--rate", "-1"], "--rate=-1: must be a number above 0"),
     "direction": (["--direction", "both"], "--direction=both"),
     "teacher_alone": (["--teacher", "x.safetensors"], "--teacher: --student must be given"),
