@@ -37,47 +37,12 @@ static const command *find_command(const char *name)
     return NULL;
 }
 
-/* Damerau-Levenshtein distance: insertions, deletions, replacements and swaps of neighbours. */
-static int edit_distance(const char *from, const char *to)
-{
-    if (!*from || !*to)
-        return (int)(strlen(from) + strlen(to));
-    if (*from == *to)
-        return edit_distance(from + 1, to + 1);
-    int least = edit_distance(from + 1, to + 1);
-    const int dropped = edit_distance(from + 1, to), inserted = edit_distance(from, to + 1);
-    least = dropped < least ? dropped : least;
-    least = inserted < least ? inserted : least;
-    if (from[0] == to[1] && from[1] == to[0]) {
-        const int swapped = edit_distance(from + 2, to + 2);
-        least = swapped < least ? swapped : least;
-    }
-    return 1 + least;
-}
-
-static const command *nearest_command(const char *name)
-{
-    enum { LONGEST_NAME = 8, DISTANCE_MAX = 2 }; /* the recursion above is exponential */
-    if (strlen(name) > LONGEST_NAME)
-        return NULL;
-    const command *nearest = NULL;
-    int least = DISTANCE_MAX + 1;
-    for (int c = 0; c < COMMAND_COUNT; c++) {
-        const int distance = edit_distance(name, commands[c].name);
-        if (distance < least) {
-            least = distance;
-            nearest = &commands[c];
-        }
-    }
-    return nearest;
-}
-
 _Noreturn static void fail_unknown_command(const char *name)
 {
-    const command *nearest = nearest_command(name);
-    if (nearest)
-        cli_fail(CLI_BAD_INPUT, "unknown command '%s': did you mean '%s'?", name, nearest->name);
-    cli_fail(CLI_BAD_INPUT, "unknown command '%s': see streamkl --help", name);
+    char names[128] = "";
+    for (int c = 0; c < COMMAND_COUNT; c++)
+        snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", c ? ", " : "", commands[c].name);
+    cli_fail(CLI_BAD_INPUT, "unknown command '%s': must be one of %s; see streamkl --help", name, names);
 }
 
 /* ---- The command line --------------------------------------------------------------------------------------- */

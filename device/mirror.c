@@ -27,7 +27,7 @@ typedef struct tensor_shape {
 } tensor_shape;
 
 /* Bytes from the first element to the last. */
-static size_t span_of(const skl_problem *p, const tensor_shape *shape, const skl_input *tensor)
+static size_t span_of(const skl_problem *p, const tensor_shape *shape, const skl_output *tensor)
 {
     const int64_t batch = p->packed ? 1 : p->batch;
     if (batch == 0 || shape->rows == 0)
@@ -69,46 +69,48 @@ static skl_status map_tensor(mirror *tensors, const char *name, void **address, 
     return SKL_OK;
 }
 
-static skl_status map_input(mirror *tensors, skl_input *tensor, tensor_shape shape)
-{
-    void *address = (void *)(uintptr_t)tensor->data; /* never written: `written` is false */
-    const skl_status status =
-        map_tensor(tensors, shape.name, &address, span_of(&tensors->problem, &shape, tensor), false);
-    tensor->data = address;
-    return status;
-}
-
-static skl_status map_output(mirror *tensors, skl_output *tensor, tensor_shape shape)
-{
-    const skl_input same = {tensor->data, tensor->stride_batch, tensor->stride_head, tensor->stride_row};
-    return map_tensor(tensors, shape.name, &tensor->data, span_of(&tensors->problem, &shape, &same), true);
-}
-
-static skl_status map_lengths(mirror *tensors, const char *name, const int32_t **lengths, int64_t count)
-{
-    void *address = (void *)(uintptr_t)*lengths;
-    const skl_status status = map_tensor(tensors, name, &address, (size_t)count * sizeof **lengths, false);
-    *lengths = address;
-    return status;
-}
-
-static skl_status map_sinks(mirror *tensors, const char *name, const float **sinks, int64_t heads)
-{
-    void *address = (void *)(uintptr_t)*sinks;
-    const skl_status status = map_tensor(tensors, name, &address, (size_t)heads * sizeof **sinks, false);
-    *sinks = address;
-    return status;
-}
-
-static skl_status map_sink_gradients(mirror *tensors, const char *name, float **gradients, int64_t heads)
-{
-    void *address = *gradients;
-    const skl_status status = map_tensor(tensors, name, &address, (size_t)heads * sizeof **gradients, true);
-    *gradients = address;
-    return status;
-}
-
 /* ---- The tensors of a call ---------------------------------------------------------------------------------- */
+
+/* A tensor of heads: an skl_input or an skl_output, which have the same layout. */
+typedef struct head_tensor {
+    void *tensor;
+    tensor_shape shape;
+} head_tensor;
+
+/* A contiguous array without strides. */
+typedef struct flat_array {
+    void *address; /* of the pointer to its elements */
+    const char *name;
+    int64_t count;
+} flat_array;
+
+static_assert(sizeof(skl_input) == sizeof(skl_output), "one function maps both");
+static_assert(sizeof(int32_t) == sizeof(float), "the elements of a flat_array");
+
+static skl_status map_heads(mirror *tensors, const head_tensor *all, size_t count, bool written)
+{
+    skl_status status = SKL_OK;
+    for (size_t t = 0; t < count && status == SKL_OK; t++) {
+        skl_output view;
+        memcpy(&view, all[t].tensor, sizeof view);
+        const size_t size = span_of(&tensors->problem, &all[t].shape, &view);
+        status = map_tensor(tensors, all[t].shape.name, &view.data, size, written);
+        memcpy(all[t].tensor, &view, sizeof view);
+    }
+    return status;
+}
+
+static skl_status map_flat(mirror *tensors, const flat_array *all, size_t count, bool written)
+{
+    skl_status status = SKL_OK;
+    for (size_t a = 0; a < count && status == SKL_OK; a++) {
+        void *elements;
+        memcpy(&elements, all[a].address, sizeof elements);
+        status = map_tensor(tensors, all[a].name, &elements, (size_t)all[a].count * sizeof(float), written);
+        memcpy(all[a].address, &elements, sizeof elements);
+    }
+    return status;
+}
 
 static size_t size_of(skl_dtype dtype)
 {
@@ -135,20 +137,18 @@ static tensor_shape row_vector(const mirror *tensors, const char *name, int64_t 
     return (tensor_shape){name, heads, rows_q(&tensors->problem), 1, sizeof(float)};
 }
 
+#define COUNT_OF(array) (sizeof(array) / sizeof *(array))
+
 static skl_status map_inputs(mirror *tensors, skl_inputs *inputs)
 {
     const skl_problem *const p = &tensors->problem;
     const size_t teacher_size = size_of(p->dtype_t), student_size = size_of(p->dtype_s);
-    const size_t weight_size = size_of(p->dtype_w);
-    const struct {
-        skl_input *tensor;
-        tensor_shape shape;
-    } all[] = {
+    const head_tensor heads[] = {
         {&inputs->q_t, {"q_t", p->heads_t, rows_q(p), p->dim_t, teacher_size}},
         {&inputs->k_t, {"k_t", p->key_heads_t, rows_k(p), p->dim_t, teacher_size}},
         {&inputs->q_s, {"q_s", query_heads_s(p), rows_q(p), p->dim_s, student_size}},
         {&inputs->k_s, {"k_s", p->key_heads_s, rows_k(p), p->dim_s, student_size}},
-        {&inputs->w_s, {"w_s", p->heads_s, rows_q(p), p->index_heads, weight_size}},
+        {&inputs->w_s, {"w_s", p->heads_s, rows_q(p), p->index_heads, size_of(p->dtype_w)}},
         {&inputs->indices, {"indices", p->heads_s, rows_q(p), p->top_k, sizeof(int32_t)}},
         {&inputs->lse_t, row_vector(tensors, "lse_t", p->heads_t)},
         {&inputs->lse_s, row_vector(tensors, "lse_s", p->heads_s)},
@@ -156,37 +156,24 @@ static skl_status map_inputs(mirror *tensors, skl_inputs *inputs)
         {&inputs->dot_t, row_vector(tensors, "dot_t", p->heads_t)},
         {&inputs->grad_kl, row_vector(tensors, "grad_kl", p->heads_s)},
     };
-    skl_status status = SKL_OK;
-    for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
-        status = map_input(tensors, all[t].tensor, all[t].shape);
     const int64_t bounds = (p->packed ? 1 : p->batch) * rows_q(p);
-    const struct {
-        const char *name;
-        const int32_t **lengths;
-        int64_t count;
-    } integers[] = {
-        {"cu_seqlens_q", &inputs->cu_seqlens_q, p->batch + 1},
-        {"cu_seqlens_k", &inputs->cu_seqlens_k, p->batch + 1},
-        {"key_lengths", &inputs->key_lengths, p->batch},
-        {"key_begin", &inputs->key_begin, bounds},
-        {"key_end", &inputs->key_end, bounds},
+    const flat_array flat[] = {
+        {&inputs->cu_seqlens_q, "cu_seqlens_q", p->batch + 1},
+        {&inputs->cu_seqlens_k, "cu_seqlens_k", p->batch + 1},
+        {&inputs->key_lengths, "key_lengths", p->batch},
+        {&inputs->key_begin, "key_begin", bounds},
+        {&inputs->key_end, "key_end", bounds},
+        {&inputs->sink_t, "sink_t", p->heads_t},
+        {&inputs->sink_s, "sink_s", p->heads_s},
     };
-    for (size_t n = 0; n < sizeof integers / sizeof integers[0] && status == SKL_OK; n++)
-        status = map_lengths(tensors, integers[n].name, integers[n].lengths, integers[n].count);
-    if (status == SKL_OK)
-        status = map_sinks(tensors, "sink_t", &inputs->sink_t, p->heads_t);
-    if (status == SKL_OK)
-        status = map_sinks(tensors, "sink_s", &inputs->sink_s, p->heads_s);
-    return status;
+    const skl_status status = map_heads(tensors, heads, COUNT_OF(heads), false);
+    return status == SKL_OK ? map_flat(tensors, flat, COUNT_OF(flat), false) : status;
 }
 
 static skl_status map_rows(mirror *tensors, skl_rows *rows)
 {
     const skl_problem *const p = &tensors->problem;
-    const struct {
-        skl_output *tensor;
-        tensor_shape shape;
-    } all[] = {
+    const head_tensor heads[] = {
         {&rows->kl, row_vector(tensors, "kl", p->heads_s)},
         {&rows->lse_t, row_vector(tensors, "lse_t", p->heads_t)},
         {&rows->lse_s, row_vector(tensors, "lse_s", p->heads_s)},
@@ -195,10 +182,7 @@ static skl_status map_rows(mirror *tensors, skl_rows *rows)
         {&rows->entropy, row_vector(tensors, "entropy", p->heads_s)},
         {&rows->mass, row_vector(tensors, "mass", p->heads_s)},
     };
-    skl_status status = SKL_OK;
-    for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
-        status = map_output(tensors, all[t].tensor, all[t].shape);
-    return status;
+    return map_heads(tensors, heads, COUNT_OF(heads), true);
 }
 
 static skl_status map_gradients(mirror *tensors, skl_gradients *gradients)
@@ -207,24 +191,19 @@ static skl_status map_gradients(mirror *tensors, skl_gradients *gradients)
     const size_t teacher_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_t);
     const size_t student_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_s);
     const size_t weight_size = p->grad_f32 ? sizeof(float) : size_of(p->dtype_w);
-    const struct {
-        skl_output *tensor;
-        tensor_shape shape;
-    } all[] = {
+    const head_tensor heads[] = {
         {&gradients->dq_t, {"dq_t", p->heads_t, rows_q(p), p->dim_t, teacher_size}},
         {&gradients->dk_t, {"dk_t", p->key_heads_t, rows_k(p), p->dim_t, teacher_size}},
         {&gradients->dq_s, {"dq_s", query_heads_s(p), rows_q(p), p->dim_s, student_size}},
         {&gradients->dk_s, {"dk_s", p->key_heads_s, rows_k(p), p->dim_s, student_size}},
         {&gradients->dw_s, {"dw_s", p->heads_s, rows_q(p), p->index_heads, weight_size}},
     };
-    skl_status status = SKL_OK;
-    for (size_t t = 0; t < sizeof all / sizeof all[0] && status == SKL_OK; t++)
-        status = map_output(tensors, all[t].tensor, all[t].shape);
-    if (status == SKL_OK)
-        status = map_sink_gradients(tensors, "dsink_t", &gradients->dsink_t, p->heads_t);
-    if (status == SKL_OK)
-        status = map_sink_gradients(tensors, "dsink_s", &gradients->dsink_s, p->heads_s);
-    return status;
+    const flat_array flat[] = {
+        {&gradients->dsink_t, "dsink_t", p->heads_t},
+        {&gradients->dsink_s, "dsink_s", p->heads_s},
+    };
+    const skl_status status = map_heads(tensors, heads, COUNT_OF(heads), true);
+    return status == SKL_OK ? map_flat(tensors, flat, COUNT_OF(flat), true) : status;
 }
 
 skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients)
@@ -234,32 +213,6 @@ skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_
         status = map_rows(tensors, rows);
     if (status == SKL_OK && gradients)
         status = map_gradients(tensors, gradients);
-    return status;
-}
-
-skl_status mirror_attention(mirror *tensors, skl_attention *attention)
-{
-    const skl_problem *const p = &tensors->problem;
-    const size_t size = size_of(p->dtype_s), gradient_size = p->grad_f32 ? sizeof(float) : size;
-    skl_status status =
-        map_input(tensors, &attention->v_s, (tensor_shape){"v_s", p->key_heads_s, rows_k(p), p->dim_s, size});
-    if (status == SKL_OK)
-        status = map_input(tensors, &attention->o_s, (tensor_shape){"o_s", p->heads_s, rows_q(p), p->dim_s, size});
-    if (status == SKL_OK)
-        status = map_input(tensors, &attention->do_s, (tensor_shape){"do_s", p->heads_s, rows_q(p), p->dim_s, size});
-    if (status == SKL_OK)
-        status = map_output(tensors, &attention->dv_s,
-                            (tensor_shape){"dv_s", p->key_heads_s, rows_k(p), p->dim_s, gradient_size});
-    return status;
-}
-
-skl_status mirror_states(mirror *tensors, skl_row_state **states)
-{
-    const skl_problem *const p = &tensors->problem;
-    const int64_t count = p->heads_s * (p->packed ? p->total_q : p->batch * p->len_q);
-    void *address = *states;
-    const skl_status status = map_tensor(tensors, "states", &address, (size_t)count * sizeof **states, true);
-    *states = address;
     return status;
 }
 

@@ -17,9 +17,8 @@
 
 #include <stdbool.h>
 
-/* Inputs (11), lengths and row bounds (5), sinks (2), rows (7), gradients (7), attention (4) and two arrays of
- * states: 38. */
-enum { MIRROR_TENSORS_MAX = 40 };
+/* Inputs (11), lengths and row bounds (5), sinks (2), rows (7) and gradients (7). */
+enum { MIRROR_TENSORS_MAX = 32 };
 
 typedef struct mirror_entry {
     void *host; /* address on the host */
@@ -40,8 +39,6 @@ void mirror_destroy(mirror *tensors);
 
 /* Any of the three may be NULL. On failure device_error() says why. */
 skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients);
-skl_status mirror_attention(mirror *tensors, skl_attention *attention);
-skl_status mirror_states(mirror *tensors, skl_row_state **states); /* outputs */
 
 /* Synchronises, and copies the outputs since the last fetch to the host. */
 skl_status mirror_fetch(mirror *tensors);

@@ -146,32 +146,6 @@ static void test_copies_give_bitwise_equal_results(void **state)
     }
 }
 
-static void test_states_are_copied(void **state)
-{
-    (void)state;
-    fixture f;
-    fixture_create(&f, &cases[0]);
-    skl_plan *const plan = test_plan(&f.problem, NULL, 2);
-    const size_t size = (size_t)(3 * 4 * 37) * sizeof(skl_row_state);
-    skl_row_state *const expected = states_create(&f), *const results = states_create(&f);
-    run_partial(plan, &f.inputs, 0, 20, expected);
-
-    mirror tensors = mirror_of(&f.problem, SKL_CUDA);
-    skl_inputs inputs = f.inputs;
-    skl_row_state *states = results;
-    assert_ok(mirror_call(&tensors, &inputs, NULL, NULL));
-    assert_ok(mirror_states(&tensors, &states));
-    assert_true(states != results);
-    run_partial(plan, &inputs, 0, 20, states);
-    assert_ok(mirror_fetch(&tensors));
-    assert_memory_equal(results, expected, size);
-    mirror_destroy(&tensors);
-    states_destroy(expected);
-    states_destroy(results);
-    skl_plan_destroy(plan);
-    fixture_destroy(&f);
-}
-
 /* Whichever allocation fails, the message names the tensor, and nothing leaks. The case has both row bounds. */
 static void test_every_allocation_can_fail(void **state)
 {
@@ -215,7 +189,6 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_copies_give_bitwise_equal_results),
-        cmocka_unit_test(test_states_are_copied),
         cmocka_unit_test(test_every_allocation_can_fail),
         cmocka_unit_test(test_cpu_uses_the_tensors_themselves),
     };

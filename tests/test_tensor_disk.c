@@ -61,6 +61,16 @@ static int leave_directory(void **state)
     return left == 0 && removed == 0 ? 0 : -1;
 }
 
+static bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
+                         const output_metadata *metadata, size_t metadata_count, tensor_error *error)
+{
+    file_set set = {NULL, NULL};
+    const bool written = tensor_write_into(&set, path, tensors, tensor_count, metadata, metadata_count, error) &&
+                         file_set_commit(&set, error);
+    file_set_free(&set);
+    return written;
+}
+
 static void put_text(const char *path, const char *text)
 {
     FILE *const stream = fopen(path, "w");

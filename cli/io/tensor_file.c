@@ -144,8 +144,3 @@ const void *tensor_file_data(tensor_file *file, const stored_tensor *tensor, ten
     file->contents.tensors[tensor - file->contents.tensors].bytes = (const unsigned char *)copy->data;
     return copy->data;
 }
-
-const char *tensor_file_metadata(const tensor_file *file, const char *key)
-{
-    return json_string_value(json_object_get(json_object_get(file->contents.header, "__metadata__"), key));
-}

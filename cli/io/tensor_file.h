@@ -38,7 +38,4 @@ const stored_tensor *tensor_file_find(const tensor_file *file, const char *name,
  * Valid until the file is closed. */
 const void *tensor_file_data(tensor_file *file, const stored_tensor *tensor, tensor_error *error);
 
-/* The value of a metadata key of a safetensors file; NULL if there is none. */
-const char *tensor_file_metadata(const tensor_file *file, const char *key);
-
 #endif

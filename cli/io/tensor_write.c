@@ -175,13 +175,3 @@ bool tensor_write_into(file_set *set, const char *path, const output_tensor *ten
     free(contents.tensors);
     return written;
 }
-
-bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
-                  const output_metadata *metadata, size_t metadata_count, tensor_error *error)
-{
-    file_set set = {NULL, NULL};
-    const bool written = tensor_write_into(&set, path, tensors, tensor_count, metadata, metadata_count, error) &&
-                         file_set_commit(&set, error);
-    file_set_free(&set);
-    return written;
-}

@@ -17,13 +17,8 @@ typedef struct output_metadata {
     const char *value;
 } output_metadata;
 
-/* Writes a temporary file next to `path`, flushes it to disk and renames it. On failure returns false with a message,
- * removes the temporary file and leaves `path` unchanged. An existing `path` must be a regular file, because rename()
- * would replace a link or a device. Equal arguments give equal bytes. */
-bool tensor_write(const char *path, const output_tensor *tensors, size_t tensor_count,
-                  const output_metadata *metadata, size_t metadata_count, tensor_error *error);
-
-/* The same for one of several files that appear together: file_set_commit() renames it. */
+/* Adds a file to a set: writes it next to `path` and flushes it to disk; file_set_commit() renames it. On failure
+ * returns false with a message, and `path` is unchanged. Equal arguments give equal bytes. */
 bool tensor_write_into(file_set *set, const char *path, const output_tensor *tensors, size_t tensor_count,
                        const output_metadata *metadata, size_t metadata_count, tensor_error *error);
 

@@ -96,8 +96,9 @@ def test_no_links(command):
         assert done.returncode == 0 and command.outputs() == command.new, (at, done.stderr)
 
 
-def test_short_writes(command):
-    done, came = inject.run("write", 1, "short", *command.arguments, mark=command.mark)
+@pytest.mark.parametrize("call, action", [("write", "short"), ("write", errno.EINTR), ("create", errno.EEXIST)])
+def test_short_and_interrupted_writes_and_names_that_are_taken(command, call, action):
+    done, came = inject.run(call, 1, action, *command.arguments, mark=command.mark)
     assert came and done.returncode == 0, done.stderr
     assert command.outputs() == command.new
 
