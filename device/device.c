@@ -1,5 +1,5 @@
 #include "device/device.h"
-#include "device/clock.h"
+#include "device/machine.h"
 #include "device/gpu.h"
 
 #include <stdlib.h>
@@ -88,4 +88,18 @@ skl_status device_describe(skl_device device, device_properties *properties)
     *properties = (device_properties){.name = ""};
     const skl_status cleared = device_begin();
     return device == SKL_CPU ? cleared : gpu_describe(properties);
+}
+
+char *explain_plan(const skl_plan *plan, const skl_inputs *inputs, skl_op op)
+{
+    device_begin();
+    const size_t length = skl_plan_explain(plan, inputs, op, NULL, 0);
+    if (length == 0)
+        return NULL;
+    char *const text = malloc(length + 1);
+    if (text)
+        skl_plan_explain(plan, inputs, op, text, length + 1);
+    else
+        device_fail(SKL_ERROR_MEMORY, "out of memory: the explanation needs %zu bytes", length + 1);
+    return text;
 }

@@ -45,6 +45,13 @@ void machine_date(char *text, size_t size)
         snprintf(text, size, "unknown");
 }
 
+double clock_seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 int machine_cores(void)
 {
     cpu_set_t cores;

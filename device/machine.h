@@ -11,6 +11,9 @@ void machine_cpu_model(char *text, size_t size);
 /* "2026-01-31". */
 void machine_date(char *text, size_t size);
 
+/* Seconds of the monotonic clock, since an arbitrary moment: only differences are meaningful. */
+double clock_seconds(void);
+
 /* Cores that this process may run on. */
 int machine_cores(void);
 

@@ -1,5 +1,4 @@
 #include "distill/matmul.h"
-#include "distill/matmul_kernel.h"
 #include "device/parallel.h"
 
 extern matmul_rows matmul_rows_portable;

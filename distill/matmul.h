@@ -3,9 +3,19 @@
 #ifndef STREAMKL_DISTILL_MATMUL_H
 #define STREAMKL_DISTILL_MATMUL_H
 
-#include "distill/matrix.h"
+#include <stdint.h>
+
+/* An operand: element (i, k) is data[i * row_stride + k * column_stride]. */
+typedef struct matrix {
+    const float *data;
+    int64_t row_stride, column_stride;
+} matrix;
 
 /* c[rows, columns] += a[rows, inner] b[inner, columns]; rows of b and c are contiguous, `columns` apart. */
 void matmul_add(float *c, matrix a, const float *b, int64_t rows, int64_t columns, int64_t inner, int threads);
+
+/* Rows [row_begin, row_end) of c += a b: the kernel of matmul.c, compiled once per instruction set. */
+typedef void matmul_rows(float *c, matrix a, const float *b, int64_t row_begin, int64_t row_end, int64_t columns,
+                         int64_t inner);
 
 #endif

@@ -1,5 +1,5 @@
 /* Compiled for several instruction sets: MATMUL_ROWS names the instance. */
-#include "distill/matmul_kernel.h"
+#include "distill/matmul.h"
 
 #include <string.h>
 

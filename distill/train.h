@@ -2,8 +2,8 @@
 #ifndef STREAMKL_DISTILL_TRAIN_H
 #define STREAMKL_DISTILL_TRAIN_H
 
-#include "distill/adam.h"
 #include "distill/attention_pair.h"
+#include "distill/student.h"
 
 typedef struct training_config {
     const layer *teacher;

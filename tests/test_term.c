@@ -14,7 +14,7 @@
 
 #include "cli/map/print.h"
 #include "cli/term/term.h"
-#include "device/clock.h"
+#include "device/machine.h"
 
 static double now = 1000;
 

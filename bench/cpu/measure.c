@@ -1,5 +1,4 @@
 #include "bench/cpu/measure.h"
-#include "device/clock.h"
 #include "device/machine.h"
 #include "bench/cpu/materialised.h"
 #include "bench/cpu/sgemm.h"

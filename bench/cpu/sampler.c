@@ -1,5 +1,5 @@
 #include "bench/cpu/sampler.h"
-#include "device/clock.h"
+#include "device/machine.h"
 
 #include <assert.h>
 #include <stdbool.h>

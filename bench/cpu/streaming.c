@@ -1,5 +1,5 @@
 #include "bench/cpu/streaming.h"
-#include "device/explain.h"
+#include "device/device.h"
 
 static size_t workspace_size_of(const skl_plan *plan)
 {

@@ -2,7 +2,7 @@
 #ifndef STREAMKL_CLI_COMMON_EXPLAIN_H
 #define STREAMKL_CLI_COMMON_EXPLAIN_H
 
-#include "device/explain.h"
+#include "device/device.h"
 #include <jansson.h>
 #include <stdio.h>
 

@@ -3,7 +3,6 @@
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
 #include "cli/term/term.h"
-#include "device/explain.h"
 
 #include <inttypes.h>
 #include <stdio.h>

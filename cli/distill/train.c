@@ -3,7 +3,7 @@
 #include "cli/distill/distill.h"
 #include "cli/common/resident.h"
 #include "cli/term/term.h"
-#include "device/clock.h"
+#include "device/machine.h"
 
 #include <assert.h>
 #include <inttypes.h>

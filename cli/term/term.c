@@ -1,5 +1,5 @@
 #include "cli/term/term.h"
-#include "device/clock.h"
+#include "device/machine.h"
 
 #include <inttypes.h>
 #include <langinfo.h>
