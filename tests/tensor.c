@@ -165,6 +165,24 @@ void tensor_fill(const test_tensor *t, test_random *random, double low, double h
         tensor_set(t, n, random_uniform(random, low, high));
 }
 
+void tensor_set_all(const test_tensor *t, double value)
+{
+    for (int64_t n = 0; n < tensor_count(t); n++)
+        tensor_set(t, n, value);
+}
+
+void tensor_scale(const test_tensor *t, double factor)
+{
+    for (int64_t n = 0; n < tensor_count(t); n++)
+        tensor_set(t, n, tensor_get(t, n) * factor);
+}
+
+void tensor_add(const test_tensor *to, const test_tensor *from)
+{
+    for (int64_t n = 0; n < tensor_count(to); n++)
+        tensor_set(to, n, tensor_get(to, n) + tensor_get(from, n));
+}
+
 void tensor_copy(const test_tensor *to, const test_tensor *from)
 {
     for (int64_t n = 0; n < tensor_count(to); n++)

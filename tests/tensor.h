@@ -44,6 +44,9 @@ int64_t tensor_index(const test_tensor *tensor, int64_t b, int64_t h, int64_t i)
 double tensor_get(const test_tensor *tensor, int64_t n);
 void tensor_set(const test_tensor *tensor, int64_t n, double value);
 void tensor_fill(const test_tensor *tensor, test_random *random, double low, double high);
+void tensor_set_all(const test_tensor *tensor, double value);
+void tensor_scale(const test_tensor *tensor, double factor);
+void tensor_add(const test_tensor *to, const test_tensor *from);  /* same shape; types may differ */
 void tensor_copy(const test_tensor *to, const test_tensor *from); /* same shape; types may differ */
 
 /* Number of bytes written outside of elements. */

@@ -1,6 +1,6 @@
 /* Known failure modes of attention kernels, one test each. Invalid arguments are in test_calls.c. */
 #define _DEFAULT_SOURCE /* mmap */
-#include "runner.h"
+#include "trial.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -12,88 +12,25 @@
 
 #define SMALL HEADS(2, 2), DIMS(16, 16)
 
-/* The best kernels on one case, against the oracle. */
-static void check_case_with(const test_case *c, int32_t kernel_count)
-{
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int32_t k = 0; k < kernel_count && case_kernel(c, k); k++) {
-        fixture_results results = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &results);
-        const int mismatches = rows_mismatch(&f, &results, case_kernel(c, k)) +
-                               gradients_mismatch(&f, &results, case_kernel(c, k), case_kernel(c, k));
-        assert_int_equal(mismatches, 0);
-        results_destroy(&results);
-    }
-    fixture_destroy(&f);
-}
-
-static void check_case(const test_case *c)
-{
-    check_case_with(c, INT32_MAX);
-}
-
-/* Checks every kernel on a case, in every type, with every kind of plan. */
-static void with_every_kernel(const test_case *c, void (*check)(const test_case *, const char *kernel, int32_t kind))
-{
-    for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
-        test_case typed = *c;
-        typed.dtype_t = typed.dtype_s = (skl_dtype)dtype;
-        for (int32_t k = 0; case_kernel(&typed, k); k++)
-            for (int32_t kind = 0; kind < test_plan_kinds(); kind++)
-                check(&typed, case_kernel(&typed, k), kind);
-    }
-}
-
-/* ---- Rows without visible keys ----------------------------------------------------------------------------- */
-
-static void test_every_row_is_padding(void **state)
-{
-    (void)state;
-    const test_case c = {"padding", SHAPE(2, 37, 41), SMALL, KEY_LENGTHS(0, 0)};
-    check_case(&c);
-}
-
-static void test_a_rank_with_only_padding(void **state)
-{
-    (void)state;
-    const test_case c = {"empty rank", PACKED(3, LENGTHS(0, 0, 0, 0), LENGTHS(0, 0, 0, 0)), SMALL, TAILS(300, 500)};
-    check_case(&c);
-}
-
 /* ---- NaN and infinity -------------------------------------------------------------------------------------- */
 
 /* Poison in keys that no query sees changes no bit of any result. */
-static void check_poison_in_hidden_keys(const test_case *c, const char *kernel, int32_t kind)
-{
-    fixture f; /* starts poisoned */
-    fixture_create(&f, c);
-    fixture_results poisoned = results_create(&f), clean = results_create(&f);
-    run_kind(&f, kernel, kind, &poisoned);
-    const test_tensor *const tensors[] = {&f.q_t, &f.k_t, &f.q_s, &f.k_s, &f.grad_kl};
-    for (size_t t = 0; t < COUNT_OF(tensors); t++)
-        for (int64_t n = 0; n < tensor_count(tensors[t]); n++)
-            if (!isfinite(tensor_get(tensors[t], n)))
-                tensor_set(tensors[t], n, 1);
-    run_kind(&f, kernel, kind, &clean);
-    const char *const different = results_difference(&poisoned, &clean);
-    if (different)
-        fail_msg("%s: %s: poison changes %s", c->name, kernel, different);
-    results_destroy(&poisoned);
-    results_destroy(&clean);
-    fixture_destroy(&f);
-}
+static const test_case hidden_keys[] = {
+    {"padded", SHAPE(2, 67, 131), SMALL, KEY_LENGTHS(100, 7)},
+    {"causal", SHAPE(1, 67, 131), SMALL, CAUSAL, OFFSETS(3, 0)},
+};
 
-static void test_poison_in_hidden_keys(void **state)
+static void check_poison_in_hidden_keys(trial *t)
 {
-    (void)state;
-    const test_case cases[] = {
-        {"padded", SHAPE(2, 67, 131), SMALL, KEY_LENGTHS(100, 7)},
-        {"causal", SHAPE(1, 67, 131), SMALL, CAUSAL, OFFSETS(3, 0)},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        with_every_kernel(&cases[c], check_poison_in_hidden_keys);
+    const fixture *const f = t->f; /* starts poisoned */
+    const test_tensor *const tensors[] = {&f->q_t, &f->k_t, &f->q_s, &f->k_s, &f->grad_kl};
+    run_both(t->plan, f, &t->one);
+    for (size_t n = 0; n < COUNT_OF(tensors); n++)
+        for (int64_t e = 0; e < tensor_count(tensors[n]); e++)
+            if (!isfinite(tensor_get(tensors[n], e)))
+                tensor_set(tensors[n], e, 1);
+    run_both(t->plan, f, &t->other);
+    assert_same_bits(t, "poison in hidden keys");
 }
 
 /* Whether rows i < first of each head have the same bits. */
@@ -122,150 +59,107 @@ static void give_both_signs(const test_tensor *q)
 
 /* In a causal problem, rows i >= j see key j. NaN or infinity in it does not change earlier rows, in forward and
  * backward, and the KL of every row that sees it is not finite. */
-static void test_poison_in_a_visible_key(void **state)
+static const test_case visible_key[] = {
+    {"f32", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+    {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, TYPES(BF16, BF16)},
+    {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
+};
+
+static void set_key(const test_tensor *keys, double value)
 {
-    (void)state;
-    static const double poisons[] = {NAN, INFINITY};
-    static const test_case cases[] = {
-        {"f32", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
-        {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, TYPES(BF16, BF16)},
-        {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (size_t p = 0; p < COUNT_OF(poisons); p++)
-            for (int side = 0; side < 2; side++)
-                for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
-                    fixture f;
-                    fixture_create(&f, &cases[c]);
-                    fixture_results clean = results_create(&f), poisoned = results_create(&f);
-                    give_both_signs(&f.q_t);
-                    give_both_signs(&f.q_s);
-                    run_kernel(&f, case_kernel(&cases[c], k), 2, &clean);
-                    const test_tensor *const keys = side ? &f.k_s : &f.k_t;
-                    for (int64_t h = 0; h < keys->heads; h++)
-                        for (int64_t d = 0; d < keys->dim; d++)
-                            tensor_set(keys, tensor_index(keys, 0, h, POISONED) + d, poisons[p]);
-                    run_kernel(&f, case_kernel(&cases[c], k), 2, &poisoned);
-                    assert_true(rows_equal_before(&clean.kl, &poisoned.kl, POISONED));
-                    assert_true(rows_equal_before(&clean.lse_t, &poisoned.lse_t, POISONED));
-                    assert_true(rows_equal_before(&clean.lse_s, &poisoned.lse_s, POISONED));
-                    assert_true(rows_equal_before(&clean.dq_t, &poisoned.dq_t, POISONED));
-                    assert_true(rows_equal_before(&clean.dq_s, &poisoned.dq_s, POISONED));
-                    for (int64_t n = 0; n < tensor_count(&poisoned.kl); n++)
-                        assert_true(n % LENGTH < POISONED || !isfinite(tensor_get(&poisoned.kl, n)));
-                    results_destroy(&clean);
-                    results_destroy(&poisoned);
-                    fixture_destroy(&f);
-                }
+    for (int64_t h = 0; h < keys->heads; h++)
+        for (int64_t d = 0; d < keys->dim; d++)
+            tensor_set(keys, tensor_index(keys, 0, h, POISONED) + d, value);
 }
 
-/* The same in a one-pass call, with the poison in both the LSEs and the keys. Only student gradients are requested,
- * so that the pass over the keys also gives the KL. */
-static void check_poison_in_one_pass(const test_case *c)
+static void check_poison_in_a_visible_key(trial *t)
+{
+    const test_tensor *const sides[] = {&t->f->k_t, &t->f->k_s};
+    give_both_signs(&t->f->q_t);
+    give_both_signs(&t->f->q_s);
+    for (int side = 0; side < 2; side++) {
+        run_both(t->plan, t->f, &t->one);
+        for (int infinite = 0; infinite < 2; infinite++) {
+            set_key(sides[side], infinite ? (double)INFINITY : (double)NAN);
+            run_both(t->plan, t->f, &t->other);
+            assert_true(rows_equal_before(&t->one.kl, &t->other.kl, POISONED));
+            assert_true(rows_equal_before(&t->one.lse_t, &t->other.lse_t, POISONED));
+            assert_true(rows_equal_before(&t->one.lse_s, &t->other.lse_s, POISONED));
+            assert_true(rows_equal_before(&t->one.dq_t, &t->other.dq_t, POISONED));
+            assert_true(rows_equal_before(&t->one.dq_s, &t->other.dq_s, POISONED));
+            for (int64_t n = 0; n < tensor_count(&t->other.kl); n++)
+                assert_true(n % LENGTH < POISONED || !isfinite(tensor_get(&t->other.kl, n)));
+        }
+        set_key(sides[side], 1);
+    }
+}
+
+/* Poison in the keys and in the LSEs of a one-pass call. Only student gradients are requested, so that the pass over
+ * the keys also gives the KL. */
+static const test_case one_pass[] = {{"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, STUDENT_ONLY}};
+
+static void check_poison_in_one_pass(trial *t)
 {
     static const double poisons[] = {NAN, INFINITY, -INFINITY};
-    for (size_t p = 0; p < COUNT_OF(poisons); p++)
-        for (int32_t k = 0; case_kernel(c, k); k++) {
-            fixture f;
-            fixture_create(&f, c);
-            skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-            fixture_results saved = results_create(&f), results = results_create(&f);
-            for (int64_t h = 0; h < f.k_s.heads; h++)
-                tensor_set(&f.k_s, tensor_index(&f.k_s, 0, h, POISONED), poisons[p]);
-            run_both(plan, &f, &saved);
-            skl_inputs inputs = f.inputs;
-            inputs.lse_t = tensor_input(&saved.lse_t);
-            inputs.lse_s = tensor_input(&saved.lse_s);
-            fixture_results wanted = results;
-            wanted.lse_t.data = wanted.lse_s.data = NULL;
-            const skl_rows rows = results_rows(&wanted);
-            const skl_gradients gradients = results_gradients(&wanted);
-            run_forward_backward(plan, &inputs, &rows, &gradients);
-            for (int64_t n = 0; n < tensor_count(&results.kl); n++)
-                assert_int_equal(n % LENGTH < POISONED, isfinite(tensor_get(&results.kl, n)) != 0);
-            results_destroy(&saved);
-            results_destroy(&results);
-            skl_plan_destroy(plan);
-            fixture_destroy(&f);
-        }
-}
-
-static void test_poison_in_one_pass(void **state)
-{
-    (void)state;
-    const test_case c = {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL, .without = SKL_DQ_T | SKL_DK_T};
-    case_in_every_type(&c, check_poison_in_one_pass);
+    for (size_t p = 0; p < COUNT_OF(poisons); p++) {
+        for (int64_t h = 0; h < t->f->k_s.heads; h++)
+            tensor_set(&t->f->k_s, tensor_index(&t->f->k_s, 0, h, POISONED), poisons[p]);
+        run_both(t->plan, t->f, &t->one);
+        run_one_pass(t->plan, t->f, &t->one, &t->other);
+        for (int64_t n = 0; n < tensor_count(&t->other.kl); n++)
+            assert_int_equal(n % LENGTH < POISONED, isfinite(tensor_get(&t->other.kl, n)) != 0);
+    }
 }
 
 /* A NaN query affects its row and the gradients of the keys that it sees, and no other query. */
-static void check_poison_in_a_query(const test_case *c, const char *kernel, int32_t kind)
-{
-    fixture f;
-    fixture_create(&f, c);
-    fixture_results clean = results_create(&f), poisoned = results_create(&f);
-    run_kind(&f, kernel, kind, &clean);
-    tensor_set(&f.q_s, tensor_index(&f.q_s, 0, 0, POISONED), NAN);
-    run_kind(&f, kernel, kind, &poisoned);
-    for (int64_t n = 0; n < tensor_count(&poisoned.kl); n++)
-        assert_true(n == POISONED ? isnan(tensor_get(&poisoned.kl, n))
-                                  : tensor_get(&poisoned.kl, n) == tensor_get(&clean.kl, n));
-    for (int64_t n = 0; n < tensor_count(&poisoned.dk_s); n++) {
-        const int64_t row = n / poisoned.dk_s.dim; /* head 0 comes first */
-        const int seen = row >= POISONED - 5 && row <= POISONED;
-        assert_true(seen ? isnan(tensor_get(&poisoned.dk_s, n))
-                         : tensor_get(&poisoned.dk_s, n) == tensor_get(&clean.dk_s, n));
-    }
-    results_destroy(&clean);
-    results_destroy(&poisoned);
-    fixture_destroy(&f);
-}
+static const test_case narrow_window[] = {{"query", SHAPE(1, LENGTH, LENGTH), SMALL, WINDOW(5, 0)}};
 
-static void test_poison_in_a_query(void **state)
+static void check_poison_in_a_query(trial *t)
 {
-    (void)state;
-    const test_case c = {"query", SHAPE(1, LENGTH, LENGTH), SMALL, WINDOW(5, 0)};
-    with_every_kernel(&c, check_poison_in_a_query);
+    const fixture_results *const clean = &t->one, *const poisoned = &t->other;
+    run_both(t->plan, t->f, clean);
+    tensor_set(&t->f->q_s, tensor_index(&t->f->q_s, 0, 0, POISONED), NAN);
+    run_both(t->plan, t->f, poisoned);
+    for (int64_t n = 0; n < tensor_count(&poisoned->kl); n++)
+        assert_true(n == POISONED ? isnan(tensor_get(&poisoned->kl, n))
+                                  : tensor_get(&poisoned->kl, n) == tensor_get(&clean->kl, n));
+    for (int64_t n = 0; n < tensor_count(&poisoned->dk_s); n++) {
+        const int64_t row = n / poisoned->dk_s.dim; /* head 0 comes first */
+        const int seen = row >= POISONED - 5 && row <= POISONED;
+        assert_true(seen ? isnan(tensor_get(&poisoned->dk_s, n))
+                         : tensor_get(&poisoned->dk_s, n) == tensor_get(&clean->dk_s, n));
+    }
 }
 
 /* The upstream gradient of a row without visible keys changes no bit of any result, even if it is large: f16
  * gradients are scaled by a factor that must not depend on it. All rows are in one tile, so that the order of sums is
  * fixed. */
-static void check_garbage_upstream(const test_case *c, const char *kernel, int32_t kind)
+static const test_case empty_rows[] = {
+    {"empty rows first", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32)},
+    {"empty rows last", SHAPE(1, 97, 41), SMALL, WINDOW(20, -1), OFFSETS(0, 0)},
+    {"empty rows first, reverse", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32), REVERSE},
+};
+
+/* Returns the number of such rows. */
+static int64_t set_upstream_of_empty_rows(const fixture *f, double value)
 {
-    static const double garbage[] = {1e30, -1e38, INFINITY, NAN};
-    fixture f;
-    fixture_create(&f, c);
-    fixture_results clean = results_create(&f), poisoned = results_create(&f);
-    int64_t dead = 0;
-    for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
-        if (!f.live_q[n % f.length_q])
-            tensor_set(&f.grad_kl, n, 0), dead++;
-    assert_true(dead > 0 && dead < tensor_count(&f.grad_kl));
-    run_kind(&f, kernel, kind, &clean);
-    for (size_t g = 0; g < COUNT_OF(garbage); g++) {
-        for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
-            if (!f.live_q[n % f.length_q])
-                tensor_set(&f.grad_kl, n, garbage[g]);
-        run_kind(&f, kernel, kind, &poisoned);
-        const char *const different = results_difference(&clean, &poisoned);
-        if (different)
-            fail_msg("%s: %s: %g from upstream changes %s", c->name, kernel, garbage[g], different);
-    }
-    results_destroy(&clean);
-    results_destroy(&poisoned);
-    fixture_destroy(&f);
+    int64_t count = 0;
+    for (int64_t n = 0; n < tensor_count(&f->grad_kl); n++)
+        if (!f->live_q[n % f->length_q])
+            tensor_set(&f->grad_kl, n, value), count++;
+    return count;
 }
 
-static void test_garbage_upstream_of_rows_without_keys(void **state)
+static void check_garbage_upstream(trial *t)
 {
-    (void)state;
-    const test_case cases[] = {
-        {"empty rows first", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32)},
-        {"empty rows last", SHAPE(1, 97, 41), SMALL, WINDOW(20, -1), OFFSETS(0, 0)},
-        {"empty rows first, reverse", SHAPE(1, 97, 41), SMALL, CAUSAL, OFFSETS(0, 32), REVERSE},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        with_every_kernel(&cases[c], check_garbage_upstream);
+    static const double garbage[] = {1e30, -1e38, INFINITY, NAN};
+    assert_in_range(set_upstream_of_empty_rows(t->f, 0), 1, tensor_count(&t->f->grad_kl) - 1);
+    run_both(t->plan, t->f, &t->one);
+    for (size_t g = 0; g < COUNT_OF(garbage); g++) {
+        set_upstream_of_empty_rows(t->f, garbage[g]);
+        run_both(t->plan, t->f, &t->other);
+        assert_same_bits(t, "garbage from upstream");
+    }
 }
 
 static void set_first_dimension(const test_tensor *t, int64_t begin, int64_t end, double value)
@@ -294,193 +188,131 @@ static void assert_zero_upstream_is_zero(const test_tensor *dq)
         assert_true(!has_zero_upstream(n / dq->dim % dq->length) || tensor_get(dq, n) == 0);
 }
 
-/* KL and gradients of a one-pass call from the LSEs of a forward; replaces those in `results`. */
-static void run_one_pass(const skl_plan *plan, const fixture *f, const fixture_results *results)
-{
-    skl_inputs inputs = f->inputs;
-    inputs.lse_t = tensor_input(&results->lse_t);
-    inputs.lse_s = tensor_input(&results->lse_s);
-    const skl_rows rows = {.struct_size = sizeof rows, .kl = tensor_output(&results->kl)};
-    const skl_gradients gradients = results_gradients(results);
-    run_forward_backward(plan, &inputs, &rows, &gradients);
-}
-
 /* With NaN in rows without upstream gradient, their KL is NaN, and gradients match the oracle without the NaN. The
  * random indices of a sparse row may be none, which leaves its KL at 0. */
-static void check_zero_upstream_rows(const fixture *f, const fixture_results *results, const char *kernel)
+static void assert_zero_upstream_rows(const trial *t)
 {
-    assert_true(isnan(tensor_get(&results->kl, LENGTH - 1)) || !f->live_q[LENGTH - 1]);
-    assert_int_equal(gradients_mismatch(f, results, kernel, kernel), 0);
-    assert_zero_upstream_is_zero(&results->dq_t);
-    assert_zero_upstream_is_zero(&results->dq_s);
-    assert_zero_upstream_is_zero(&results->dw_s);
+    assert_true(isnan(tensor_get(&t->one.kl, LENGTH - 1)) || !t->f->live_q[LENGTH - 1]);
+    assert_int_equal(gradients_mismatch(t->f, &t->one, t->kernel, t->kernel), 0);
+    assert_zero_upstream_is_zero(&t->one.dq_t);
+    assert_zero_upstream_is_zero(&t->one.dq_s);
+    assert_zero_upstream_is_zero(&t->one.dw_s);
 }
 
 /* A row whose upstream gradient is 0 has gradient 0 and contributes nothing to key gradients, even if it, or a key
- * that only it sees, holds NaN. */
-static void check_poison_in_rows_without_upstream(const test_case *c)
+ * that only it sees, holds NaN. GPU kernels multiply it by 0. */
+static const test_case zero_upstream[] = {
+    {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
+    {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, STUDENT_ONLY},
+    {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+    {"bf16, causal, one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
+    {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
+    {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), STUDENT_ONLY},
+    {"sparse", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150), STUDENT_ONLY},
+};
+
+static void poison_rows_without_upstream(fixture *f)
 {
-    fixture f;
-    fixture_create(&f, c);
-    for (int64_t n = 0; n < tensor_count(&f.grad_kl); n++)
+    for (int64_t n = 0; n < tensor_count(&f->grad_kl); n++)
         if (has_zero_upstream(n % LENGTH))
-            tensor_set(&f.grad_kl, n, 0);
-    fixture_solve(&f);
-    poison_zero_upstream(&f.q_t);
-    poison_zero_upstream(&f.q_s);
-    if (c->causal)
-        set_first_dimension(&f.k_s, LENGTH - 1, LENGTH, NAN);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-        fixture_results results = results_create(&f);
-        run_both(plan, &f, &results);
-        check_zero_upstream_rows(&f, &results, case_kernel(c, k));
-        if (results.dq_t.data == NULL) {
-            run_one_pass(plan, &f, &results);
-            check_zero_upstream_rows(&f, &results, case_kernel(c, k));
-        }
-        results_destroy(&results);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
+            tensor_set(&f->grad_kl, n, 0);
+    fixture_solve(f);
+    poison_zero_upstream(&f->q_t);
+    poison_zero_upstream(&f->q_s);
+    if (f->problem.causal)
+        set_first_dimension(&f->k_s, LENGTH - 1, LENGTH, NAN);
 }
 
-static void test_poison_in_rows_without_upstream_gradient(void **state)
+static void check_poison_in_rows_without_upstream(trial *t)
 {
-    (void)state;
-    if (test_device() != SKL_CPU)
-        skip(); /* GPU kernels multiply it by 0 */
-    const test_case cases[] = {
-        {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
-        {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
-        {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
-        {"bf16, causal, one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL,
-         .without = SKL_DQ_T | SKL_DK_T},
-        {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
-        {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16), CAUSAL},
-        {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
-        {"sparse", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
-         .without = SKL_DQ_T | SKL_DK_T},
-    };
-    const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
-    for (size_t c = 0; c < COUNT_OF(cases); c += sampled ? 3 : 1)
-        check_poison_in_rows_without_upstream(&cases[c]);
+    run_both(t->plan, t->f, &t->one);
+    assert_zero_upstream_rows(t);
+    if (t->one.dq_t.data == NULL) {
+        run_one_pass(t->plan, t->f, &t->one, &t->one);
+        assert_zero_upstream_rows(t);
+    }
 }
 
 /* A key whose teacher logit is -inf has P = 0 in every row, like a key with a very low logit: the student's gradients
  * have the same bits. Unused rows of a query tile are 0, and 0 * inf is NaN; such a NaN must not reach a sum. All
  * queries are in one tile, so that the order of sums is fixed. */
-static void check_key_at_minus_infinity(const test_case *c, const char *kernel, int32_t kind)
+static const test_case one_tile[] = {
+    {"few queries", SHAPE(1, 37, LENGTH), SMALL, STUDENT_ONLY},
+    {"one tile, causal", SHAPE(1, 100, LENGTH), SMALL, CAUSAL, STUDENT_ONLY},
+};
+
+static void check_key_at_minus_infinity(trial *t)
 {
-    fixture f;
-    fixture_create(&f, c);
-    skl_plan *const plan = test_plan_of_kind(&f.problem, kernel, kind);
-    fixture_results low = results_create(&f), lowest = results_create(&f);
-    set_first_dimension(&f.q_t, 0, f.q_t.length, 1);
-    set_first_dimension(&f.k_t, POISONED, POISONED + 1, -1e4);
-    run_both(plan, &f, &low);
-    set_first_dimension(&f.k_t, POISONED, POISONED + 1, -INFINITY);
-    const skl_inputs inputs = results_backward_inputs(&f, &low);
-    const skl_gradients gradients = results_gradients(&lowest);
-    run_backward(plan, &inputs, &gradients);
-    for (int64_t n = 0; n < tensor_count(&low.dk_s); n++)
-        assert_true(isfinite(tensor_get(&low.dk_s, n)));
-    assert_true(tensor_equal(&low.dq_s, &lowest.dq_s));
-    assert_true(tensor_equal(&low.dk_s, &lowest.dk_s));
-    results_destroy(&low);
-    results_destroy(&lowest);
-    skl_plan_destroy(plan);
-    fixture_destroy(&f);
+    set_first_dimension(&t->f->q_t, 0, t->f->q_t.length, 1);
+    set_first_dimension(&t->f->k_t, POISONED, POISONED + 1, -1e4);
+    run_both(t->plan, t->f, &t->one);
+    set_first_dimension(&t->f->k_t, POISONED, POISONED + 1, -INFINITY);
+    const skl_inputs inputs = results_backward_inputs(t->f, &t->one);
+    const skl_gradients gradients = results_gradients(&t->other);
+    run_backward(t->plan, &inputs, &gradients);
+    assert_elements(t, &t->one.dk_s, is_finite, "dk_s");
+    assert_true(tensor_equal(&t->one.dq_s, &t->other.dq_s));
+    assert_true(tensor_equal(&t->one.dk_s, &t->other.dk_s));
 }
 
-static void test_unused_rows_of_a_tile_and_infinity(void **state)
+/* Cases whose logits overflow. GPU kernels make such rows NaN. */
+static const test_case overflows[] = {
+    {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
+    {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, STUDENT_ONLY},
+    {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
+    {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL, STUDENT_ONLY},
+    {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
+    {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16)},
+};
+static const test_case overflows_of_indexers[] = {
+    {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), STUDENT_ONLY},
+    {"sparse", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150), STUDENT_ONLY},
+};
+
+/* Gives a side queries of 2 in their first dimension, and one of its keys this value there. */
+static void set_logit(const test_tensor *q, const test_tensor *k, double value)
 {
-    (void)state;
-    const test_case cases[] = {
-        {"few queries", SHAPE(1, 37, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
-        {"one tile, causal", SHAPE(1, 100, LENGTH), SMALL, CAUSAL, .without = SKL_DQ_T | SKL_DK_T},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        with_every_kernel(&cases[c], check_key_at_minus_infinity);
+    set_first_dimension(q, 0, q->length, 2);
+    set_first_dimension(k, POISONED, POISONED + 1, value);
 }
 
 /* A logit of A that overflows to -inf gives its key no mass, like a very low logit: 0 log 0 = 0, and all results
  * match the oracle's for the low logit. Without teacher gradients, this includes a one-pass call. */
-static void check_overflow_in_a(const test_case *c)
+static void overflow_in_a(fixture *f)
 {
-    fixture f;
-    fixture_create(&f, c);
-    const int reverse = f.problem.direction == SKL_KL_REVERSE;
-    const test_tensor *const q = reverse ? &f.q_s : &f.q_t, *const k = reverse ? &f.k_s : &f.k_t;
-    set_first_dimension(q, 0, q->length, 2);
-    set_first_dimension(k, POISONED, POISONED + 1, -1e4);
-    fixture_solve(&f);
-    set_first_dimension(k, POISONED, POISONED + 1, -3e38);
-    for (int32_t n = 0; case_kernel(c, n); n++) {
-        const char *const kernel = case_kernel(c, n);
-        skl_plan *const plan = test_plan(&f.problem, kernel, 2);
-        fixture_results results = results_create(&f);
-        run_both(plan, &f, &results);
-        assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
-        if (results.dq_t.data == NULL) {
-            for (int64_t row = 0; row < tensor_count(&results.kl); row++)
-                tensor_set(&results.kl, row, NAN);
-            run_one_pass(plan, &f, &results);
-            assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel),
-                             0);
-        }
-        results_destroy(&results);
-        skl_plan_destroy(plan);
+    const int reverse = f->problem.direction == SKL_KL_REVERSE;
+    const test_tensor *const q = reverse ? &f->q_s : &f->q_t, *const k = reverse ? &f->k_s : &f->k_t;
+    set_logit(q, k, -1e4);
+    fixture_solve(f);
+    set_logit(q, k, -3e38);
+}
+
+static void check_overflow_in_a(trial *t)
+{
+    check_oracle(t);
+    if (t->one.dq_t.data == NULL) {
+        tensor_set_all(&t->one.kl, NAN);
+        run_one_pass(t->plan, t->f, &t->one, &t->one);
+        assert_exact(t, &t->one);
     }
-    fixture_destroy(&f);
 }
 
 /* B has no mass where A has: the KL of the rows that see the key is infinite. */
-static void check_overflow_in_b(const test_case *c, const char *kernel)
+static void overflow_in_b(fixture *f)
 {
-    fixture f;
-    fixture_create(&f, c);
-    fixture_results results = results_create(&f);
-    const int reverse = f.problem.direction == SKL_KL_REVERSE;
-    const test_tensor *const q = reverse ? &f.q_t : &f.q_s, *const k = reverse ? &f.k_t : &f.k_s;
-    set_first_dimension(q, 0, q->length, 2);
-    set_first_dimension(k, POISONED, POISONED + 1, -3e38);
-    run_kernel(&f, kernel, 2, &results);
-    for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
-        const double kl = tensor_get(&results.kl, n);
-        assert_true(n % LENGTH >= POISONED || !f.problem.causal ? kl == INFINITY : isfinite(kl));
-        assert_true(isfinite(tensor_get(&results.lse_s, n)));
-    }
-    results_destroy(&results);
-    fixture_destroy(&f);
+    const int reverse = f->problem.direction == SKL_KL_REVERSE;
+    set_logit(reverse ? &f->q_t : &f->q_s, reverse ? &f->k_t : &f->k_s, -3e38);
 }
 
-static void test_logits_that_overflow(void **state)
+static void check_overflow_in_b(trial *t)
 {
-    (void)state;
-    if (test_device() != SKL_CPU)
-        skip(); /* GPU kernels make such rows NaN */
-    const test_case cases[] = {
-        {"full", SHAPE(1, LENGTH, LENGTH), SMALL},
-        {"one-pass", SHAPE(1, LENGTH, LENGTH), SMALL, .without = SKL_DQ_T | SKL_DK_T},
-        {"causal", SHAPE(1, LENGTH, LENGTH), SMALL, CAUSAL},
-        {"bf16", SHAPE(1, LENGTH, LENGTH), SMALL, TYPES(BF16, BF16), CAUSAL, .without = SKL_DQ_T | SKL_DK_T},
-        {"reverse", SHAPE(1, LENGTH, LENGTH), SMALL, REVERSE},
-        {"teacher groups", SHAPE(1, LENGTH, LENGTH), HEADS(4, 2), DIMS(16, 16)},
-    };
-    const test_case indexers[] = {
-        {"indexer", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), .without = SKL_DQ_T | SKL_DK_T},
-        {"sparse", SHAPE(1, LENGTH, LENGTH), HEADS(4, 1), DIMS(16, 16), INDEXER(3), TOP_K(150),
-         .without = SKL_DQ_T | SKL_DK_T},
-    };
-    const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
-    for (size_t c = 0; c < COUNT_OF(cases); c += sampled ? 3 : 1) {
-        check_overflow_in_a(&cases[c]);
-        for (int32_t k = 0; case_kernel(&cases[c], k); k++)
-            check_overflow_in_b(&cases[c], case_kernel(&cases[c], k));
+    run_both(t->plan, t->f, &t->one);
+    assert_elements(t, &t->one.lse_s, is_finite, "lse_s");
+    for (int64_t n = 0; n < tensor_count(&t->one.kl); n++) {
+        const double kl = tensor_get(&t->one.kl, n);
+        assert_true(n % LENGTH >= POISONED || !t->f->problem.causal ? kl == INFINITY : isfinite(kl));
     }
-    for (size_t c = 0; c < COUNT_OF(indexers); c++)
-        check_overflow_in_a(&indexers[c]);
 }
 
 /* The first heads of a teacher group ignore key 0 entirely and the last does not: with two keys, group_size 3 and
@@ -575,32 +407,21 @@ static void test_long_rows_of_equal_terms(void **state)
 
 /* ---- Large counts ------------------------------------------------------------------------------------------ */
 
-static void test_more_than_65535_batches_and_heads(void **state)
-{
-    (void)state;
-    static const test_case cases[] = {
-        {"batches", SHAPE(66000, 1, 2), HEADS(1, 1), DIMS(1, 2)},
-        {"heads", SHAPE(1, 1, 2), HEADS(66000, 66000), DIMS(1, 2)},
-        {"both", SHAPE(300, 1, 2), HEADS(220, 220), .key_heads_s = 1, DIMS(1, 2)},
-        {"teachers", SHAPE(1, 2, 3), HEADS(66000, 22000), DIMS(1, 2)},
-        {"bf16", SHAPE(33000, 1, 2), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16)},
-        {"f16", SHAPE(2, 1, 2), HEADS(33000, 33000), .key_heads_t = 1, DIMS(8, 8), TYPES(F16, F16)},
-    };
-    const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
-    for (size_t c = 0; c < COUNT_OF(cases); c += sampled ? 3 : 1)
-        check_case_with(&cases[c], sampled ? 1 : INT32_MAX);
-}
+static const test_case many_heads[] = {
+    {"batches", SHAPE(66000, 1, 2), HEADS(1, 1), DIMS(1, 2)},
+    {"heads", SHAPE(1, 1, 2), HEADS(66000, 66000), DIMS(1, 2)},
+    {"both", SHAPE(300, 1, 2), HEADS(220, 220), .key_heads_s = 1, DIMS(1, 2)},
+    {"teachers", SHAPE(1, 2, 3), HEADS(66000, 22000), DIMS(1, 2)},
+    {"bf16", SHAPE(33000, 1, 2), HEADS(2, 2), DIMS(8, 8), TYPES(BF16, BF16)},
+    {"f16", SHAPE(2, 1, 2), HEADS(33000, 33000), .key_heads_t = 1, DIMS(8, 8), TYPES(F16, F16)},
+};
 
-static void test_more_than_32768_rows(void **state)
-{
-    (void)state;
-    const test_case keys = {"keys", SHAPE(1, 3, 40001), HEADS(1, 1), DIMS(2, 2)};
-    const test_case queries = {"queries", SHAPE(1, 40001, 3), HEADS(1, 1), DIMS(2, 2)};
-    const test_case window = {"window", SHAPE(1, 40001, 40001), HEADS(1, 1), DIMS(2, 2), WINDOW(2, 0)};
-    check_case(&keys);
-    check_case(&queries);
-    check_case(&window);
-}
+static const test_case many_rows[] = {
+    {"keys", SHAPE(1, 3, 40001), HEADS(1, 1), DIMS(2, 2)},
+    {"queries", SHAPE(1, 40001, 3), HEADS(1, 1), DIMS(2, 2)},
+    {"window", SHAPE(1, 40001, 40001), HEADS(1, 1), DIMS(2, 2), WINDOW(2, 0)},
+    {"tails", PACKED(3, LENGTHS(0, 0, 0, 0), LENGTHS(0, 0, 0, 0)), SMALL, TAILS(300, 500)}, /* a rank of padding */
+};
 
 /* ---- Large strides ----------------------------------------------------------------------------------------- */
 
@@ -664,136 +485,64 @@ static void free_reserved(test_tensor *t)
 
 /* Products of an index and a stride exceed 2^31 elements, and some exceed 2^32. The results have the same bits as
  * those of dense tensors. */
-static void check_strides(const test_case *c, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
+static void run_far(trial *t, int64_t stride_batch, int64_t stride_head, int64_t stride_row)
 {
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        fixture f;
-        fixture_create(&f, c);
-        fixture_results dense = results_create(&f), results = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &dense);
-
-        fixture far = f;
-        fixture_results far_results = results;
-        test_tensor *const tensors[] = {&far.q_t,          &far.k_t,          &far.q_s,           &far.k_s,
-                                        &far.grad_kl,      &far_results.kl,   &far_results.lse_t, &far_results.lse_s,
-                                        &far_results.dq_t, &far_results.dk_t, &far_results.dq_s,  &far_results.dk_s};
-        for (size_t t = 0; t < COUNT_OF(tensors); t++)
-            enlarge_strides(tensors[t], stride_batch, stride_head, stride_row);
-        far.inputs.q_t = tensor_input(&far.q_t), far.inputs.k_t = tensor_input(&far.k_t);
-        far.inputs.q_s = tensor_input(&far.q_s), far.inputs.k_s = tensor_input(&far.k_s);
-        far.inputs.grad_kl = tensor_input(&far.grad_kl);
-        run_kernel(&far, case_kernel(c, k), 2, &far_results);
-        const char *const different = results_difference(&dense, &far_results);
-        if (different)
-            fail_msg("%s: %s differs when strides are large", case_kernel(c, k), different);
-        for (size_t t = 0; t < COUNT_OF(tensors); t++)
-            free_reserved(tensors[t]);
-        results_destroy(&dense);
-        results_destroy(&results);
-        fixture_destroy(&f);
-    }
+    fixture far = *t->f;
+    fixture_results far_results = t->other;
+    test_tensor *const tensors[] = {&far.q_t,          &far.k_t,          &far.q_s,           &far.k_s,
+                                    &far.grad_kl,      &far_results.kl,   &far_results.lse_t, &far_results.lse_s,
+                                    &far_results.dq_t, &far_results.dk_t, &far_results.dq_s,  &far_results.dk_s};
+    for (size_t n = 0; n < COUNT_OF(tensors); n++)
+        enlarge_strides(tensors[n], stride_batch, stride_head, stride_row);
+    far.inputs.q_t = tensor_input(&far.q_t), far.inputs.k_t = tensor_input(&far.k_t);
+    far.inputs.q_s = tensor_input(&far.q_s), far.inputs.k_s = tensor_input(&far.k_s);
+    far.inputs.grad_kl = tensor_input(&far.grad_kl);
+    run_both(t->plan, &far, &far_results);
+    const char *const different = results_difference(&t->one, &far_results);
+    if (different)
+        trial_fail(t, "%s differs when strides are large", different);
+    for (size_t n = 0; n < COUNT_OF(tensors); n++)
+        free_reserved(tensors[n]);
 }
 
-static void test_strides_beyond_32_bits(void **state)
+static void check_far_strides(trial *t)
 {
-    (void)state;
-    static const test_case cases[] = {
-        {"large strides", SHAPE(2, 3, 4), SMALL, .dtype_t = SKL_BF16},
-        {"large strides, bf16", SHAPE(2, 3, 4), SMALL, TYPES(BF16, BF16)},
-    };
     const int64_t far = ((int64_t)1 << 31) + 72; /* a multiple of 8, like the others, as tensor cores require */
-    for (size_t c = 0; c < COUNT_OF(cases); c++) {
-        check_strides(&cases[c], far, 104, 24);
-        check_strides(&cases[c], 208, far, 24);
-        check_strides(&cases[c], 208, 104, far);
-    }
+    run_both(t->plan, t->f, &t->one);
+    run_far(t, far, 104, 24);
+    run_far(t, 208, far, 24);
+    run_far(t, 208, 104, far);
 }
 
-/* ---- Equivalent inputs ------------------------------------------------------------------------------------- */
-
-/* An expanded head and copies of it give the same bits. */
-static void test_expanded_inputs_equal_their_copies(void **state)
-{
-    (void)state;
-    static const test_case cases[] = {
-        {"expanded", SHAPE(2, 37, 67), SMALL, LAYOUT(EXPANDED)},
-        {"repeated", SHAPE(2, 37, 67), SMALL, LAYOUT(REPEATED)},
-        {"expanded, bf16", SHAPE(2, 37, 67), SMALL, LAYOUT(EXPANDED), TYPES(BF16, BF16)},
-        {"repeated, f16", SHAPE(2, 37, 67), SMALL, LAYOUT(REPEATED), TYPES(F16, F16)},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
-            test_case copied = cases[c];
-            copied.layout = LAYOUT_CONTIGUOUS;
-            fixture expanded, copy;
-            fixture_create(&expanded, &cases[c]);
-            fixture_create(&copy, &copied);
-            tensor_copy(&copy.q_t, &expanded.q_t), tensor_copy(&copy.k_t, &expanded.k_t);
-            tensor_copy(&copy.q_s, &expanded.q_s), tensor_copy(&copy.k_s, &expanded.k_s);
-            tensor_copy(&copy.grad_kl, &expanded.grad_kl);
-            fixture_results a = results_create(&expanded), b = results_create(&copy);
-            run_kernel(&expanded, case_kernel(&cases[c], k), 2, &a);
-            run_kernel(&copy, case_kernel(&cases[c], k), 2, &b);
-            assert_null(results_difference(&a, &b));
-            results_destroy(&a);
-            results_destroy(&b);
-            fixture_destroy(&expanded);
-            fixture_destroy(&copy);
-        }
-}
-
-/* A key head that query heads share gives the same results as copies of it. */
-static void test_shared_key_heads_equal_their_copies(void **state)
-{
-    (void)state;
-    static const test_case shared_case = {"shared", SHAPE(1, 37, 67), HEADS(6, 6), KEY_HEADS(2, 3), DIMS(16, 16)};
-    test_case copied_case = shared_case;
-    copied_case.key_heads_t = copied_case.key_heads_s = 0;
-    for (int32_t k = 0; case_kernel(&shared_case, k); k++) {
-        fixture shared, copied;
-        fixture_create(&shared, &shared_case);
-        fixture_create(&copied, &copied_case); /* same name, so the same random queries, but different keys */
-        const int64_t elements = 67 * 16;      /* per key head */
-        for (int64_t n = 0; n < 6 * elements; n++) {
-            const int64_t head = n / elements, rest = n % elements;
-            tensor_set(&copied.k_t, n, tensor_get(&shared.k_t, head / 3 * elements + rest));
-            tensor_set(&copied.k_s, n, tensor_get(&shared.k_s, head / 2 * elements + rest));
-        }
-        tensor_copy(&copied.q_t, &shared.q_t), tensor_copy(&copied.q_s, &shared.q_s);
-        tensor_copy(&copied.grad_kl, &shared.grad_kl);
-        fixture_results a = results_create(&shared), b = results_create(&copied);
-        run_kernel(&shared, case_kernel(&shared_case, k), 2, &a);
-        run_kernel(&copied, case_kernel(&shared_case, k), 2, &b);
-        assert_true(tensor_equal(&a.kl, &b.kl));
-        assert_true(tensor_equal(&a.dq_t, &b.dq_t));
-        assert_true(tensor_equal(&a.dq_s, &b.dq_s));
-        results_destroy(&a);
-        results_destroy(&b);
-        fixture_destroy(&shared);
-        fixture_destroy(&copied);
-    }
-}
+static const test_case far_strides[] = {
+    {"large strides", SHAPE(2, 3, 4), SMALL, .dtype_t = SKL_BF16},
+    {"large strides, bf16", SHAPE(2, 3, 4), SMALL, TYPES(BF16, BF16)},
+};
 
 int main(void)
 {
+#define IN_ALL_WAYS .every_type = 1, .every_kind = 1
+#define WITH_ORACLE .prepare = fixture_solve, .check = check_oracle
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_row_is_padding),
-        cmocka_unit_test(test_a_rank_with_only_padding),
-        cmocka_unit_test(test_poison_in_hidden_keys),
-        cmocka_unit_test(test_poison_in_a_visible_key),
-        cmocka_unit_test(test_poison_in_one_pass),
-        cmocka_unit_test(test_poison_in_a_query),
-        cmocka_unit_test(test_garbage_upstream_of_rows_without_keys),
-        cmocka_unit_test(test_unused_rows_of_a_tile_and_infinity),
-        cmocka_unit_test(test_poison_in_rows_without_upstream_gradient),
-        cmocka_unit_test(test_logits_that_overflow),
+        TRIALS(poison_in_hidden_keys, hidden_keys, IN_ALL_WAYS, .check = check_poison_in_hidden_keys),
+        TRIALS(poison_in_a_visible_key, visible_key, .check = check_poison_in_a_visible_key),
+        TRIALS(poison_in_one_pass, one_pass, .every_type = 1, .check = check_poison_in_one_pass),
+        TRIALS(poison_in_a_query, narrow_window, IN_ALL_WAYS, .check = check_poison_in_a_query),
+        TRIALS(garbage_upstream_of_rows_without_keys, empty_rows, IN_ALL_WAYS, .check = check_garbage_upstream),
+        TRIALS(unused_rows_of_a_tile_and_infinity, one_tile, IN_ALL_WAYS, .check = check_key_at_minus_infinity),
+        TRIALS(poison_in_rows_without_upstream_gradient, zero_upstream, .prepare = poison_rows_without_upstream,
+               .check = check_poison_in_rows_without_upstream, .only_cpu = 1, .sample = 3),
+        TRIALS(logits_of_a_that_overflow, overflows, .prepare = overflow_in_a, .check = check_overflow_in_a,
+               .only_cpu = 1, .sample = 3),
+        TRIALS(logits_of_b_that_overflow, overflows, .prepare = overflow_in_b, .check = check_overflow_in_b,
+               .only_cpu = 1, .sample = 3),
+        TRIALS(logits_of_indexers_that_overflow, overflows_of_indexers, .prepare = overflow_in_a,
+               .check = check_overflow_in_a, .only_cpu = 1),
         cmocka_unit_test(test_the_last_head_of_a_group_sees_a_key),
         cmocka_unit_test(test_long_rows_of_equal_terms),
-        cmocka_unit_test(test_more_than_65535_batches_and_heads),
-        cmocka_unit_test(test_more_than_32768_rows),
-        cmocka_unit_test(test_strides_beyond_32_bits),
-        cmocka_unit_test(test_expanded_inputs_equal_their_copies),
-        cmocka_unit_test(test_shared_key_heads_equal_their_copies),
+        TRIALS(more_than_65535_batches_and_heads, many_heads, WITH_ORACLE, .best_on_cpu = 1, .sample = 3),
+        TRIALS(more_than_32768_rows_and_none, many_rows, WITH_ORACLE),
+        TRIALS(strides_beyond_32_bits, far_strides, .check = check_far_strides),
     };
     return test_run("faults", tests, COUNT_OF(tests));
 }
