@@ -1,5 +1,5 @@
 /* Features of indexers: indices, weights, and teacher heads that are distributed over ranks. */
-#include "runner.h"
+#include "trial.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -74,35 +74,25 @@ static void test_bad_indices(void **state)
             (test_device() == SKL_CPU ? check_refusal : check_ignored)(&sparse_cases[c], bad_keys[n]);
 }
 
-static void check_rows_without_indices(const test_case *c)
-{
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        fixture f;
-        fixture_create(&f, c);
-        for (int64_t b = 0; b < f.batch; b++)
-            for (int64_t h = 0; h < f.problem.heads_s; h++)
-                for (int64_t i = 0; i < f.length_q; i++)
-                    for (int64_t n = 0; n < f.problem.top_k; n++)
-                        row_indices(&f, b, h, i)[n] = -1;
-        tensor_set(&f.w_s, 7, (double)NAN);
-        fixture_results r = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &r);
-        const test_tensor *const zeros[] = {&r.kl, &r.cross_entropy, &r.entropy, &r.mass, &r.dq_s, &r.dk_s, &r.dw_s};
-        for (size_t t = 0; t < COUNT_OF(zeros); t++)
-            for (int64_t n = 0; n < tensor_count(zeros[t]); n++)
-                assert_true(tensor_get(zeros[t], n) == 0);
-        for (int64_t n = 0; n < tensor_count(&r.lse_s); n++)
-            assert_true(tensor_get(&r.lse_s, n) == -(double)INFINITY);
-        results_destroy(&r);
-        fixture_destroy(&f);
-    }
-}
+static const test_case no_indices[] = {
+    {"empty", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(8, 8), INDEXER(3), TOP_K(5)},
+};
 
-static void test_rows_without_indices(void **state)
+static void check_rows_without_indices(trial *t)
 {
-    (void)state;
-    const test_case c = {"empty", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(8, 8), INDEXER(3), TOP_K(5)};
-    case_in_every_type(&c, check_rows_without_indices);
+    const fixture *const f = t->f;
+    const fixture_results *const r = &t->one;
+    for (int64_t row = 0; row < f->batch * f->problem.heads_s * f->length_q; row++)
+        for (int64_t n = 0; n < f->problem.top_k; n++)
+            row_indices(f, row / f->length_q / f->problem.heads_s, row / f->length_q % f->problem.heads_s,
+                        row % f->length_q)[n] = -1;
+    tensor_set(&f->w_s, 7, (double)NAN);
+    run_both(t->plan, f, r);
+    const test_tensor *const zeros[] = {&r->kl,   &r->cross_entropy, &r->entropy, &r->mass,
+                                        &r->dq_s, &r->dk_s,          &r->dw_s};
+    for (size_t n = 0; n < COUNT_OF(zeros); n++)
+        assert_elements(t, zeros[n], is_zero, "a result");
+    assert_elements(t, &r->lse_s, is_minus_infinity, "lse_s");
 }
 
 /* Whether a row has the key in its indices and sees it; causal, with as many queries as keys. */
@@ -126,58 +116,33 @@ static void poison_unused_keys(const fixture *f, const test_tensor *keys)
 }
 
 /* A key that is in no row's indices, or masked, is never read: it changes no bit. */
-static void check_unused_keys(const test_case *c)
-{
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        fixture f;
-        fixture_create(&f, c);
-        fixture_results clean = results_create(&f), poisoned = results_create(&f);
-        run_kernel(&f, case_kernel(c, k), 2, &clean);
-        poison_unused_keys(&f, &f.k_t);
-        poison_unused_keys(&f, &f.k_s);
-        run_kernel(&f, case_kernel(c, k), 2, &poisoned);
-        assert_null(results_difference(&clean, &poisoned));
-        results_destroy(&clean);
-        results_destroy(&poisoned);
-        fixture_destroy(&f);
-    }
-}
+static const test_case unused_keys[] = {
+    {"unused keys", SHAPE(1, 61, 61), HEADS(4, 2), DIMS(16, 16), INDEXER(3), TOP_K(2), CAUSAL},
+};
 
-static void test_keys_outside_indices_are_not_read(void **state)
+static void check_unused_keys(trial *t)
 {
-    (void)state;
-    const test_case c = {"unused keys", SHAPE(1, 61, 61), HEADS(4, 2), DIMS(16, 16), INDEXER(3), TOP_K(2), CAUSAL};
-    case_in_every_type(&c, check_unused_keys);
+    run_both(t->plan, t->f, &t->one);
+    poison_unused_keys(t->f, &t->f->k_t);
+    poison_unused_keys(t->f, &t->f->k_s);
+    run_both(t->plan, t->f, &t->other);
+    assert_same_bits(t, "poison in unused keys");
 }
 
 /* With all keys in its indices, including masked ones and in reverse order, a sparse row matches a dense one. */
-static void check_all_keys_in_indices(const test_case *c)
-{
-    test_memory keys = memory_create((size_t)c->len_k * sizeof(int32_t), sizeof(int32_t));
-    for (int32_t n = 0; n < c->len_k; n++)
-        ((int32_t *)keys.data)[n] = (int32_t)c->len_k - 1 - n;
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    f.problem.top_k = c->len_k;
-    f.inputs.indices = (skl_input){keys.data, 0, 0, 0};
-    for (int32_t k = 0; problem_kernel(&f.problem, k); k++) {
-        const char *const kernel = problem_kernel(&f.problem, k);
-        fixture_results sparse = results_create(&f);
-        run_kernel(&f, kernel, 2, &sparse);
-        assert_int_equal(rows_mismatch(&f, &sparse, c->name), 0);
-        assert_int_equal(gradients_mismatch(&f, &sparse, kernel, c->name), 0);
-        results_destroy(&sparse);
-    }
-    fixture_destroy(&f);
-    memory_destroy(&keys);
-}
+enum { ALL_KEYS = 53 };
+static const test_case all_keys[] = {
+    {"all keys", SHAPE(2, 37, ALL_KEYS), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL},
+};
 
-static void test_indices_of_all_keys_match_dense(void **state)
+static void select_all_keys(fixture *f)
 {
-    (void)state;
-    const test_case c = {"all keys", SHAPE(2, 37, 53), HEADS(4, 2), DIMS(16, 16), INDEXER(3), CAUSAL};
-    case_in_every_type(&c, check_all_keys_in_indices);
+    fixture_solve(f);
+    f->indices = tensor_create(SKL_F32, 1, 1, 1, ALL_KEYS, LAYOUT_CONTIGUOUS);
+    for (int32_t n = 0; n < ALL_KEYS; n++)
+        ((int32_t *)f->indices.data)[n] = ALL_KEYS - 1 - n;
+    f->problem.top_k = ALL_KEYS;
+    f->inputs.indices = (skl_input){f->indices.data, 0, 0, 0};
 }
 
 /* ---- Weights ----------------------------------------------------------------------------------------------- */
@@ -191,64 +156,45 @@ static void assert_other_rows_equal(const test_tensor *poisoned, const test_tens
 }
 
 /* A NaN weight affects its row and, through dk, the keys, but no other row. */
-static void test_a_nan_weight_stays_in_its_row(void **state)
+static const test_case nan_weights[] = {
+    {"dense", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3)},
+    {"sparse", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40)},
+    {"sparse bf16", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40), TYPES(BF16, BF16)},
+    {"sparse f16", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40), TYPES(F16, F16)},
+};
+
+static void check_nan_weight(trial *t)
 {
-    (void)state;
-    static const test_case cases[] = {
-        {"dense", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3)},
-        {"sparse", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40)},
-        {"sparse bf16", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40), TYPES(BF16, BF16)},
-        {"sparse f16", SHAPE(1, 23, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(40), TYPES(F16, F16)},
-    };
     enum { POISONED = 13 };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
-            fixture f;
-            fixture_create(&f, &cases[c]);
-            if (f.problem.top_k)
-                row_indices(&f, 0, 0, POISONED)[0] = 5; /* so that the row sees a key */
-            fixture_results clean = results_create(&f), poisoned = results_create(&f);
-            run_kernel(&f, case_kernel(&cases[c], k), 2, &clean);
-            tensor_set(&f.w_s, tensor_index(&f.w_s, 0, 0, POISONED) + 1, (double)NAN);
-            run_kernel(&f, case_kernel(&cases[c], k), 2, &poisoned);
-            assert_true(isnan(tensor_get(&poisoned.kl, POISONED)));
-            assert_other_rows_equal(&poisoned.kl, &clean.kl, POISONED);
-            assert_other_rows_equal(&poisoned.dq_s, &clean.dq_s, POISONED);
-            assert_other_rows_equal(&poisoned.dw_s, &clean.dw_s, POISONED);
-            results_destroy(&clean);
-            results_destroy(&poisoned);
-            fixture_destroy(&f);
-        }
+    if (t->f->problem.top_k)
+        row_indices(t->f, 0, 0, POISONED)[0] = 5; /* so that the row sees a key */
+    run_both(t->plan, t->f, &t->one);
+    tensor_set(&t->f->w_s, tensor_index(&t->f->w_s, 0, 0, POISONED) + 1, (double)NAN);
+    run_both(t->plan, t->f, &t->other);
+    assert_true(isnan(tensor_get(&t->other.kl, POISONED)));
+    assert_other_rows_equal(&t->other.kl, &t->one.kl, POISONED);
+    assert_other_rows_equal(&t->other.dq_s, &t->one.dq_s, POISONED);
+    assert_other_rows_equal(&t->other.dw_s, &t->one.dw_s, POISONED);
 }
 
 /* The student's LSE, requested alone, is the same as in a complete forward, and the teacher is not read. */
-static void check_lse_of_the_student(const test_case *c)
+static const test_case lse_alone[] = {
+    {"lse", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), CAUSAL},
+    {"lse_sparse", SHAPE(1, 67, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(33)},
+};
+
+static void poison_teacher(fixture *f)
 {
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int64_t n = 0; n < tensor_count(&f.k_t); n++)
-        tensor_set(&f.k_t, n, (double)NAN);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-        fixture_results results = results_create(&f);
-        const skl_rows rows = {.struct_size = sizeof rows, .lse_s = tensor_output(&results.lse_s)};
-        run_forward(plan, &f.inputs, &rows);
-        fixture_results wanted = {.lse_s = results.lse_s};
-        assert_int_equal(rows_mismatch(&f, &wanted, case_kernel(c, k)), 0);
-        results_destroy(&results);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
+    fixture_solve(f);
+    tensor_set_all(&f->k_t, (double)NAN);
 }
 
-static void test_lse_of_the_student_alone(void **state)
+static void check_lse_of_the_student(trial *t)
 {
-    (void)state;
-    const test_case dense = {"lse", SHAPE(1, 230, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), CAUSAL};
-    const test_case sparse = {"lse_sparse", SHAPE(1, 67, 101), HEADS(2, 1), DIMS(16, 16), INDEXER(3), TOP_K(33)};
-    case_in_every_type(&dense, check_lse_of_the_student);
-    case_in_every_type(&sparse, check_lse_of_the_student);
+    const fixture_results wanted = {.lse_s = t->one.lse_s};
+    const skl_rows rows = results_rows(&wanted);
+    run_forward(t->plan, &t->f->inputs, &rows);
+    assert_int_equal(rows_mismatch(t->f, &wanted, t->kernel), 0);
 }
 
 /* ---- Strips ------------------------------------------------------------------------------------------------- */
@@ -271,26 +217,13 @@ static int is_long(int sequence)
     return sequence == 113 || sequence == 227;
 }
 
-static void check_strips(const test_case *c)
+static void check_strips(trial *t)
 {
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        const char *const kernel = case_kernel(c, k);
-        skl_plan *const plan = test_plan(&f.problem, kernel, 2);
-        if (strncmp(kernel, "cuda_sm", strlen("cuda_sm")) == 0) {
-            const size_t size = skl_plan_workspace_size(plan, SKL_OP_BACKWARD);
-            assert_true(size > (size_t)1 << 28 &&
-                        size < (size_t)SLOTS * SLOT_SIZE); /* a full strip, but not all slots */
-        }
-        fixture_results results = results_create(&f);
-        run_both(plan, &f, &results);
-        assert_int_equal(rows_mismatch(&f, &results, kernel) + gradients_mismatch(&f, &results, kernel, kernel), 0);
-        results_destroy(&results);
-        skl_plan_destroy(plan);
+    if (strncmp(t->kernel, "cuda_sm", strlen("cuda_sm")) == 0) { /* a full strip, but not all slots */
+        const size_t size = skl_plan_workspace_size(t->plan, SKL_OP_BACKWARD);
+        assert_true(size > (size_t)1 << 28 && size < (size_t)SLOTS * SLOT_SIZE);
     }
-    fixture_destroy(&f);
+    check_oracle(t);
 }
 
 static void test_more_slots_than_fit_in_a_strip(void **state)
@@ -310,43 +243,32 @@ static void test_more_slots_than_fit_in_a_strip(void **state)
                          DIMS(16, 16),
                          INDEXER(2),
                          CAUSAL};
-    case_in_every_type(&c, check_strips);
+    trials all = {&c, 1, .every_type = 1, .prepare = fixture_solve, .check = check_strips};
+    void *context = &all;
+    run_trials(&context);
 }
 
 /* ---- Determinism -------------------------------------------------------------------------------------------- */
 
 /* Bits depend neither on the contents of the workspace nor on the order in which blocks or threads run. Many keys are
  * in the indices of many rows, and some twice. */
-static void test_every_run_has_the_same_bits(void **state)
+static const test_case repeated[] = {
+    {"dense", SHAPE(2, 300, 270), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), CAUSAL},
+    {"sparse", SHAPE(2, 300, 70), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), TOP_K(90)},
+    {"sparse bf16", SHAPE(1, 150, 270), HEADS(4, 1), DIMS(40, 136), INDEXER(20), TOP_K(70), TYPES(BF16, BF16)},
+};
+
+static void check_repeats(trial *t)
 {
-    (void)state;
     const int repeats = test_environment("SKL_TEST_SAMPLE", 1) > 1 ? 1 : 5;
-    static const test_case cases[] = {
-        {"dense", SHAPE(2, 300, 270), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), CAUSAL},
-        {"sparse", SHAPE(2, 300, 70), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), TOP_K(90)},
-        {"sparse bf16", SHAPE(1, 150, 270), HEADS(4, 1), DIMS(40, 136), INDEXER(20), TOP_K(70), TYPES(BF16, BF16)},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (int32_t k = 0; case_kernel(&cases[c], k); k++) {
-            fixture f;
-            fixture_create(&f, &cases[c]);
-            fixture_results first = results_create(&f), again = results_create(&f);
-            skl_plan *const plan = test_device() == SKL_CPU
-                                       ? test_plan(&f.problem, case_kernel(&cases[c], k), 2)
-                                       : test_deterministic_plan(&f.problem, case_kernel(&cases[c], k));
-            run_both(plan, &f, &first);
-            for (int n = 0; n < repeats; n++) {
-                results_poison(&again);
-                run_both(plan, &f, &again);
-                const char *const different = results_difference(&first, &again);
-                if (different)
-                    fail_msg("%s: %s: %s differs", cases[c].name, case_kernel(&cases[c], k), different);
-            }
-            skl_plan_destroy(plan);
-            results_destroy(&first);
-            results_destroy(&again);
-            fixture_destroy(&f);
-        }
+    skl_plan *const plan = test_plan_of_kind(&t->f->problem, t->kernel, test_plan_kinds() - 1);
+    run_both(plan, t->f, &t->one);
+    for (int n = 0; n < repeats; n++) {
+        results_poison(&t->other);
+        run_both(plan, t->f, &t->other);
+        assert_same_bits(t, "a repeated run");
+    }
+    skl_plan_destroy(plan);
 }
 
 /* ---- Teacher heads distributed over ranks ------------------------------------------------------------------ */
@@ -378,18 +300,6 @@ static skl_inputs rank_inputs(const fixture *f, int rank)
     return inputs;
 }
 
-static void add_tensor(const test_tensor *to, const test_tensor *from)
-{
-    for (int64_t n = 0; n < tensor_count(to); n++)
-        tensor_set(to, n, tensor_get(to, n) + tensor_get(from, n));
-}
-
-static void clear_tensor(const test_tensor *tensor)
-{
-    for (int64_t n = 0; n < tensor_count(tensor); n++)
-        tensor_set(tensor, n, 0);
-}
-
 /* Within the rounding error of a sum of f32 results. */
 static void assert_tensor_near(const test_tensor *actual, const double *exact, const char *name)
 {
@@ -411,10 +321,10 @@ static void check_ranks(const test_case *c)
     fixture_results rank_results[RANKS];
     fixture_results sum = results_create(&f);
     test_tensor shares = tensor_create(SKL_F32, f.batch, f.problem.heads_s, f.length_q, 1, LAYOUT_CONTIGUOUS);
-    clear_tensor(&shares);
+    tensor_set_all(&shares, 0);
     test_tensor *const summed[] = {&sum.cross_entropy, &sum.dq_s, &sum.dk_s, &sum.dw_s};
     for (size_t t = 0; t < COUNT_OF(summed); t++)
-        clear_tensor(summed[t]);
+        tensor_set_all(summed[t], 0);
 
     for (int n = 0; n < RANKS; n++) {
         const skl_problem p = rank_problem(&f, n);
@@ -442,7 +352,7 @@ static void check_ranks(const test_case *c)
         run_backward(plans[n], &inputs, &gradients);
         const test_tensor *const contributions[] = {&rank->cross_entropy, &rank->dq_s, &rank->dk_s, &rank->dw_s};
         for (size_t t = 0; t < COUNT_OF(contributions); t++)
-            add_tensor(summed[t], contributions[t]);
+            tensor_add(summed[t], contributions[t]);
         tensor_destroy(&upstream);
     }
     assert_tensor_near(&sum.cross_entropy, f.exact.cross_entropy, "cross_entropy");
@@ -475,13 +385,15 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_bad_indices),
-        cmocka_unit_test(test_rows_without_indices),
-        cmocka_unit_test(test_keys_outside_indices_are_not_read),
-        cmocka_unit_test(test_indices_of_all_keys_match_dense),
-        cmocka_unit_test(test_a_nan_weight_stays_in_its_row),
-        cmocka_unit_test(test_lse_of_the_student_alone),
+        TRIALS(rows_without_indices, no_indices, .every_type = 1, .check = check_rows_without_indices),
+        TRIALS(keys_outside_indices_are_not_read, unused_keys, .every_type = 1, .check = check_unused_keys),
+        TRIALS(indices_of_all_keys_match_dense, all_keys, .every_type = 1, .prepare = select_all_keys,
+               .check = check_oracle),
+        TRIALS(a_nan_weight_stays_in_its_row, nan_weights, .check = check_nan_weight),
+        TRIALS(lse_of_the_student_alone, lse_alone, .every_type = 1, .prepare = poison_teacher,
+               .check = check_lse_of_the_student),
         cmocka_unit_test(test_more_slots_than_fit_in_a_strip),
-        cmocka_unit_test(test_every_run_has_the_same_bits),
+        TRIALS(every_run_has_the_same_bits, repeated, .check = check_repeats),
         cmocka_unit_test(test_ranks_with_different_heads_add_up),
     };
     return test_run("indexer", tests, COUNT_OF(tests));

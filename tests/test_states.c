@@ -1,165 +1,62 @@
-/* Partial states: keys or queries that are split over calls and merged, in forward and backward. */
-#include "runner.h"
-
-#include <math.h>
+/* Partial states: keys that are split over calls and merged, in forward and backward. */
+#include "trial.h"
 
 #include "case_words.h"
 
 #define SMALL HEADS(2, 2), DIMS(16, 16)
 
-/* ---- Merging ----------------------------------------------------------------------------------------------- */
+/* ---- Merging: kernel_check.c merges random ranges in random order on every case ------------------------------- */
 
-static void finish_and_compare(const fixture *f, const skl_plan *plan, const skl_inputs *inputs,
-                               const skl_row_state *states, const char *label)
+static skl_row_state *states_over(const trial *t, int64_t key_begin, int64_t key_end)
 {
-    fixture_results all = results_create(f), wanted = all;
-    wanted.dot_t.data = NULL;
-    const skl_rows rows = results_rows(&wanted);
-    run_finish(plan, inputs, states, &rows);
-    assert_int_equal(rows_mismatch(f, &wanted, label), 0);
-    results_destroy(&all);
-}
-
-static void merge_and_free(const skl_plan *plan, skl_row_state *into, skl_row_state *from)
-{
-    run_merge(plan, into, from);
-    states_destroy(from);
-}
-
-static skl_row_state *states_over(const fixture *f, const skl_plan *plan, int64_t key_begin, int64_t key_end)
-{
-    skl_row_state *const states = states_create(f);
-    run_partial(plan, &f->inputs, key_begin, key_end, states);
+    skl_row_state *const states = states_create(t->f);
+    run_partial(t->plan, &t->f->inputs, key_begin, key_end, states);
     return states;
 }
 
-/* Merges left to right, right to left and as a tree, over ranges of one key and more. */
-static void check_any_order_and_any_tree(const test_case *c)
-{
-    static const int64_t cuts[] = {0, 1, 50, 96, 133};
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-        skl_row_state *states[4];
-        for (int n = 0; n < 4; n++)
-            states[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
-        for (int n = 1; n < 4; n++)
-            merge_and_free(plan, states[0], states[n]);
-        finish_and_compare(&f, plan, NULL, states[0], "left to right");
-        states_destroy(states[0]);
-
-        for (int n = 0; n < 4; n++)
-            states[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
-        for (int n = 2; n >= 0; n--)
-            merge_and_free(plan, states[3], states[n]);
-        finish_and_compare(&f, plan, NULL, states[3], "right to left");
-        states_destroy(states[3]);
-
-        for (int n = 0; n < 4; n++)
-            states[n] = states_over(&f, plan, cuts[n], cuts[n + 1]);
-        merge_and_free(plan, states[0], states[1]);
-        merge_and_free(plan, states[2], states[3]);
-        merge_and_free(plan, states[0], states[2]);
-        finish_and_compare(&f, plan, NULL, states[0], "tree");
-        states_destroy(states[0]);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
-}
-
-static void test_any_order_and_any_tree(void **state)
-{
-    (void)state;
-    static const test_case c = {"order", SHAPE(2, 37, 133), SMALL, CAUSAL, .growth = 10};
-    case_in_every_type(&c, check_any_order_and_any_tree);
-}
+static const test_case causal[] = {{"causal", SHAPE(1, 37, 67), SMALL, CAUSAL}};
 
 /* An empty state changes no bit, on either side. */
-static void check_empty_states(const test_case *c)
+static void check_empty_states(trial *t)
 {
-    fixture f;
-    fixture_create(&f, c);
-    const size_t size = (size_t)(f.problem.heads_s * f.length_q) * sizeof(skl_row_state);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-        skl_row_state *const all_keys = states_over(&f, plan, 0, 67), *const merged = states_over(&f, plan, 0, 67);
-        skl_row_state *const empty = states_over(&f, plan, 40, 40);
-        run_merge(plan, merged, empty);
-        assert_memory_equal(merged, all_keys, size);
-        run_merge(plan, empty, all_keys);
-        assert_memory_equal(empty, all_keys, size);
-        states_destroy(all_keys);
-        states_destroy(merged);
-        states_destroy(empty);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
+    const size_t size = (size_t)(t->f->problem.heads_s * t->f->length_q) * sizeof(skl_row_state);
+    skl_row_state *const all_keys = states_over(t, 0, 67), *const merged = states_over(t, 0, 67);
+    skl_row_state *const empty = states_over(t, 40, 40);
+    run_merge(t->plan, merged, empty);
+    assert_memory_equal(merged, all_keys, size);
+    run_merge(t->plan, empty, all_keys);
+    assert_memory_equal(empty, all_keys, size);
+    states_destroy(all_keys);
+    states_destroy(merged);
+    states_destroy(empty);
 }
 
-static void test_empty_states_change_nothing(void **state)
-{
-    (void)state;
-    static const test_case c = {"empty", SHAPE(1, 37, 67), SMALL, CAUSAL};
-    case_in_every_type(&c, check_empty_states);
-}
+static const test_case full[] = {{"full", SHAPE(1, 37, 67), SMALL}};
 
-static void check_no_key_seen(const test_case *c)
+static void check_no_key_seen(trial *t)
 {
-    fixture f;
-    fixture_create(&f, c);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-        skl_row_state *const empty = states_over(&f, plan, 0, 0);
-        skl_row_state *const past_the_end = states_over(&f, plan, 67, 1000);
-        merge_and_free(plan, empty, past_the_end);
-        fixture_results results = results_create(&f);
-        const skl_rows rows = results_rows(&results);
-        run_finish(plan, NULL, empty, &rows);
-        for (int64_t n = 0; n < tensor_count(&results.kl); n++) {
-            assert_true(tensor_get(&results.kl, n) == 0);
-            assert_true(tensor_get(&results.lse_t, n) == -(double)INFINITY);
-            assert_true(tensor_get(&results.lse_s, n) == -(double)INFINITY);
-        }
-        states_destroy(empty);
-        results_destroy(&results);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
-}
-
-static void test_no_key_seen(void **state)
-{
-    (void)state;
-    static const test_case c = {"nothing", SHAPE(1, 5, 67), SMALL};
-    case_in_every_type(&c, check_no_key_seen);
+    skl_row_state *const empty = states_over(t, 0, 0), *const past_the_end = states_over(t, 67, 1000);
+    const skl_rows rows = results_rows(&t->one);
+    run_merge(t->plan, empty, past_the_end);
+    run_finish(t->plan, NULL, empty, &rows);
+    assert_elements(t, &t->one.kl, is_zero, "kl");
+    assert_elements(t, &t->one.lse_t, is_minus_infinity, "lse_t");
+    assert_elements(t, &t->one.lse_s, is_minus_infinity, "lse_s");
+    states_destroy(empty);
+    states_destroy(past_the_end);
 }
 
 /* Ranges are clipped to the existing keys. */
-static void check_ranges_past_the_keys(const test_case *c)
+static void check_ranges_past_the_keys(trial *t)
 {
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    for (int32_t k = 0; case_kernel(c, k); k++) {
-        skl_plan *const plan = test_plan(&f.problem, case_kernel(c, k), 2);
-        skl_row_state *const states = states_over(&f, plan, -5, INT64_MAX);
-        finish_and_compare(&f, plan, NULL, states, "beyond");
-        states_destroy(states);
-        skl_plan_destroy(plan);
-    }
-    fixture_destroy(&f);
+    skl_row_state *const states = states_over(t, -5, INT64_MAX);
+    const skl_rows rows = results_rows(&t->one);
+    run_finish(t->plan, NULL, states, &rows);
+    assert_int_equal(rows_mismatch(t->f, &t->one, t->kernel), 0);
+    states_destroy(states);
 }
 
-static void test_ranges_past_the_keys(void **state)
-{
-    (void)state;
-    static const test_case c = {"beyond", SHAPE(1, 37, 67), SMALL};
-    case_in_every_type(&c, check_ranges_past_the_keys);
-}
-
-/* ---- Shards: each rank has some of the keys or queries, and its own plan ------------------------------------ */
+/* ---- Shards: each rank has some of the keys, and its own plan ------------------------------------------------ */
 
 /* A tensor without its first `begin` rows. */
 static skl_input rows_from(const skl_input *tensor, skl_dtype dtype, int64_t begin)
@@ -206,128 +103,66 @@ static skl_inputs key_shard_inputs(const fixture *f, skl_inputs inputs, int64_t 
 }
 
 /* Every rank reduces its keys; the merged states cover all keys. */
-static void shard_forward(const fixture *f, const char *kernel, const fixture_results *results)
+static void shard_forward(const trial *t, const fixture_results *results)
 {
-    skl_plan *const whole = test_plan(&f->problem, kernel, 2);
     skl_row_state *merged = NULL;
     for (int s = 0; s < SHARDS; s++) {
-        const skl_problem shard = key_shard(f, shard_cuts[s], shard_cuts[s + 1]);
-        const skl_inputs inputs = key_shard_inputs(f, f->inputs, shard_cuts[s]);
-        skl_plan *const plan = test_plan(&shard, kernel, 2);
-        skl_row_state *const states = states_create(f);
+        const skl_problem shard = key_shard(t->f, shard_cuts[s], shard_cuts[s + 1]);
+        const skl_inputs inputs = key_shard_inputs(t->f, t->f->inputs, shard_cuts[s]);
+        skl_plan *const plan = test_plan(&shard, t->kernel, 2);
+        skl_row_state *const states = states_create(t->f);
         run_partial(plan, &inputs, 0, shard.len_k, states);
-        if (merged)
-            merge_and_free(whole, merged, states);
-        else
+        if (merged) {
+            run_merge(t->plan, merged, states);
+            states_destroy(states);
+        } else {
             merged = states;
+        }
         skl_plan_destroy(plan);
     }
     skl_rows rows = results_rows(results);
     rows.dot_t.data = NULL;
-    run_finish(whole, &f->inputs, merged, &rows);
+    run_finish(t->plan, &t->f->inputs, merged, &rows);
     states_destroy(merged);
-    skl_plan_destroy(whole);
 }
 
 /* From the row results over all keys, each rank computes dk of its keys and adds to dq. */
-static void shard_backward(const fixture *f, const char *kernel, const skl_inputs *known, fixture_results *sum)
+static void shard_backward(const trial *t, const fixture_results *sum, const fixture_results *contribution)
 {
-    fixture_results contribution = results_create(f);
-    for (int64_t n = 0; n < tensor_count(&sum->dq_t); n++)
-        tensor_set(&sum->dq_t, n, 0);
-    for (int64_t n = 0; n < tensor_count(&sum->dq_s); n++)
-        tensor_set(&sum->dq_s, n, 0);
+    const skl_inputs known = results_backward_inputs(t->f, sum);
+    tensor_set_all(&sum->dq_t, 0), tensor_set_all(&sum->dq_s, 0);
     for (int s = 0; s < SHARDS; s++) {
-        const skl_problem shard = key_shard(f, shard_cuts[s], shard_cuts[s + 1]);
-        const skl_inputs inputs = key_shard_inputs(f, *known, shard_cuts[s]);
-        skl_plan *const plan = test_plan(&shard, kernel, 2);
-        skl_gradients gradients = results_gradients(&contribution);
+        const skl_problem shard = key_shard(t->f, shard_cuts[s], shard_cuts[s + 1]);
+        const skl_inputs inputs = key_shard_inputs(t->f, known, shard_cuts[s]);
+        skl_plan *const plan = test_plan(&shard, t->kernel, 2);
+        skl_gradients gradients = results_gradients(contribution);
         const skl_gradients whole = results_gradients(sum);
         gradients.dk_t = output_rows_from(&whole.dk_t, sum->dk_t.dtype, shard_cuts[s]);
         gradients.dk_s = output_rows_from(&whole.dk_s, sum->dk_s.dtype, shard_cuts[s]);
         run_backward(plan, &inputs, &gradients);
-        for (int64_t n = 0; n < tensor_count(&sum->dq_t); n++)
-            tensor_set(&sum->dq_t, n, tensor_get(&sum->dq_t, n) + tensor_get(&contribution.dq_t, n));
-        for (int64_t n = 0; n < tensor_count(&sum->dq_s); n++)
-            tensor_set(&sum->dq_s, n, tensor_get(&sum->dq_s, n) + tensor_get(&contribution.dq_s, n));
+        tensor_add(&sum->dq_t, &contribution->dq_t), tensor_add(&sum->dq_s, &contribution->dq_s);
         skl_plan_destroy(plan);
     }
-    results_destroy(&contribution);
 }
 
-static void test_key_shards(void **state)
+static void check_key_shards(trial *t)
 {
-    (void)state;
-    for (size_t c = 0; c < COUNT_OF(shard_cases); c++)
-        for (int32_t k = 0; case_kernel(&shard_cases[c], k); k++) {
-            fixture f;
-            fixture_create(&f, &shard_cases[c]);
-            fixture_solve(&f);
-            fixture_results results = results_create(&f);
-            shard_forward(&f, case_kernel(&shard_cases[c], k), &results);
-
-            skl_plan *const whole = test_plan(&f.problem, case_kernel(&shard_cases[c], k), 2);
-            skl_rows only_dot = {.struct_size = sizeof only_dot, .dot_t = tensor_output(&results.dot_t)};
-            run_forward(whole, &f.inputs, &only_dot);
-            skl_plan_destroy(whole);
-            assert_int_equal(rows_mismatch(&f, &results, case_kernel(&shard_cases[c], k)), 0);
-
-            const skl_inputs known = results_backward_inputs(&f, &results);
-            shard_backward(&f, case_kernel(&shard_cases[c], k), &known, &results);
-            assert_int_equal(gradients_mismatch(&f, &results, case_kernel(&shard_cases[c], k), "shards"), 0);
-            results_destroy(&results);
-            fixture_destroy(&f);
-        }
-}
-
-/* Each rank has some of the queries and all keys: there is nothing to merge, but positions must be right. */
-static void test_query_shards(void **state)
-{
-    (void)state;
-    static const int64_t cuts[] = {0, 20, 61};
-    for (size_t c = 0; c < COUNT_OF(shard_cases); c++)
-        for (int32_t k = 0; case_kernel(&shard_cases[c], k); k++) {
-            fixture f;
-            fixture_create(&f, &shard_cases[c]);
-            fixture_solve(&f);
-            fixture_results all = results_create(&f), results = all;
-            results.dot_t.data = NULL;
-            const skl_rows all_rows = results_rows(&results);
-            const int64_t len_q = f.problem.len_q;
-            for (int s = 0; s < 2; s++) {
-                const int64_t begin = cuts[s], end = s == 1 ? len_q : cuts[s + 1];
-                skl_problem shard = f.problem;
-                shard.len_q = end - begin;
-                shard.positions = SKL_POSITIONS_OFFSET;
-                shard.offset_q = f.problem.len_k - len_q + begin;
-                skl_inputs inputs = f.inputs;
-                inputs.q_t = rows_from(&f.inputs.q_t, f.problem.dtype_t, begin);
-                inputs.q_s = rows_from(&f.inputs.q_s, f.problem.dtype_s, begin);
-                if (inputs.lse_t.data)
-                    inputs.lse_t = rows_from(&f.inputs.lse_t, SKL_F32, begin);
-                skl_rows rows = all_rows;
-                rows.kl = output_rows_from(&all_rows.kl, SKL_F32, begin);
-                rows.lse_t = output_rows_from(&all_rows.lse_t, SKL_F32, begin);
-                rows.lse_s = output_rows_from(&all_rows.lse_s, SKL_F32, begin);
-                skl_plan *const plan = test_plan(&shard, case_kernel(&shard_cases[c], k), 2);
-                run_forward(plan, &inputs, &rows);
-                skl_plan_destroy(plan);
-            }
-            assert_int_equal(rows_mismatch(&f, &results, case_kernel(&shard_cases[c], k)), 0);
-            results_destroy(&all);
-            fixture_destroy(&f);
-        }
+    shard_forward(t, &t->one);
+    const skl_rows only_dot = {.struct_size = sizeof only_dot, .dot_t = tensor_output(&t->one.dot_t)};
+    run_forward(t->plan, &t->f->inputs, &only_dot);
+    assert_int_equal(rows_mismatch(t->f, &t->one, t->kernel), 0);
+    shard_backward(t, &t->one, &t->other);
+    assert_int_equal(gradients_mismatch(t->f, &t->one, t->kernel, "shards"), 0);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_any_order_and_any_tree),
-        cmocka_unit_test(test_empty_states_change_nothing),
-        cmocka_unit_test(test_no_key_seen),
-        cmocka_unit_test(test_ranges_past_the_keys),
-        cmocka_unit_test(test_key_shards),
-        cmocka_unit_test(test_query_shards),
+        TRIALS(empty_states_change_nothing, causal, .every_type = 1, .check = check_empty_states),
+        TRIALS(no_key_seen, full, .every_type = 1, .check = check_no_key_seen),
+        TRIALS(ranges_past_the_keys, full, .every_type = 1, .prepare = fixture_solve,
+               .check = check_ranges_past_the_keys),
+        TRIALS(key_shards, shard_cases, .prepare = fixture_solve, .check = check_key_shards),
     };
     return test_run("states", tests, COUNT_OF(tests));
 }
