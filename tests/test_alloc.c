@@ -1,7 +1,7 @@
 /* Allocations: each of them fails once, none leaks, and run calls make none.
  *
  * Links the static library with --wrap for every function below. */
-#include "runner.h"
+#include "trial.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -176,42 +176,31 @@ static void test_the_simple_api_frees_what_it_allocates(void **state)
 }
 
 /* No thread allocates, so no allocation can fail. */
-static void test_run_calls_allocate_nothing(void **state)
+static void check_no_allocation(trial *t)
 {
-    (void)state;
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        for (int32_t k = 0; test_kernel(k); k++) {
-            fixture f;
-            fixture_create(&f, &cases[c]);
-            skl_plan *const plan = test_plan(&f.problem, test_kernel(k), 3);
-            fixture_results saved = results_create(&f), results = results_create(&f);
-            skl_row_state *const states = states_create(&f), *const more_states = states_create(&f);
-            const skl_rows rows = results_rows(&saved);
-            const skl_gradients gradients = results_gradients(&results);
-            const skl_inputs known = results_backward_inputs(&f, &saved);
-            skl_rows one_pass_rows = results_rows(&results), finish_rows = results_rows(&results);
-            one_pass_rows.lse_t.data = one_pass_rows.lse_s.data = NULL;
-            finish_rows.dot_t.data = NULL;
+    skl_plan *const plan = test_plan(&t->f->problem, t->kernel, 3);
+    skl_row_state *const states = states_create(t->f), *const more_states = states_create(t->f);
+    const skl_rows rows = results_rows(&t->one);
+    const skl_gradients gradients = results_gradients(&t->other);
+    const skl_inputs known = results_backward_inputs(t->f, &t->one);
+    skl_rows finish_rows = results_rows(&t->other);
+    finish_rows.dot_t.data = NULL;
 
-            reset_faults(1);
-            run_forward(plan, &f.inputs, &rows);
-            run_backward(plan, &known, &gradients);
-            run_forward_backward(plan, &known, &one_pass_rows, &gradients);
-            run_partial(plan, &known, 0, 100, states);
-            run_partial(plan, &known, 100, 210, more_states);
-            assert_ok(skl_states_merge(plan, states, more_states, NULL));
-            assert_ok(skl_states_finish(plan, &known, states, &finish_rows, NULL));
-            const int allocations = atomic_load(&allocation_count);
-            reset_faults(0);
-            assert_int_equal(allocations, 0);
+    reset_faults(1);
+    run_forward(plan, &t->f->inputs, &rows);
+    run_backward(plan, &known, &gradients);
+    run_one_pass(plan, t->f, &t->one, &t->other);
+    run_partial(plan, &known, 0, 100, states);
+    run_partial(plan, &known, 100, 210, more_states);
+    run_merge(plan, states, more_states);
+    run_finish(plan, &known, states, &finish_rows);
+    const int allocations = atomic_load(&allocation_count);
+    reset_faults(0);
+    assert_int_equal(allocations, 0);
 
-            states_destroy(states);
-            states_destroy(more_states);
-            results_destroy(&saved);
-            results_destroy(&results);
-            skl_plan_destroy(plan);
-            fixture_destroy(&f);
-        }
+    states_destroy(states);
+    states_destroy(more_states);
+    skl_plan_destroy(plan);
 }
 
 int main(void)
@@ -220,7 +209,7 @@ int main(void)
         cmocka_unit_test(test_no_thread_can_be_started),
         cmocka_unit_test(test_each_allocation_fails_once),
         cmocka_unit_test(test_the_simple_api_frees_what_it_allocates),
-        cmocka_unit_test(test_run_calls_allocate_nothing),
+        TRIALS(run_calls_allocate_nothing, cases, .check = check_no_allocation),
     };
     return test_run("alloc", tests, COUNT_OF(tests));
 }

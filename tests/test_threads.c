@@ -1,6 +1,6 @@
 /* Threads: results do not depend on their number, and plans can be shared between them. */
 #define _DEFAULT_SOURCE /* fork, usleep */
-#include "runner.h"
+#include "trial.h"
 
 #include <dirent.h>
 #include <pthread.h>
@@ -40,71 +40,27 @@ static const test_case cases[] = {
     {"sparse indexer", SHAPE(1, 210, 221), HEADS(2, 2), KEY_HEADS(2, 1), DIMS(16, 16), INDEXER(2), TOP_K(30)},
 };
 
-/* Results of forward and backward, and of a one-pass call. */
-typedef struct all_results {
-    fixture_results two_calls, one_pass;
-} all_results;
-
-static all_results all_results_create(const fixture *f)
+static void check_thread_counts(trial *t)
 {
-    return (all_results){results_create(f), results_create(f)};
-}
-
-static void all_results_destroy(all_results *results)
-{
-    results_destroy(&results->two_calls);
-    results_destroy(&results->one_pass);
-}
-
-static void run_all(const skl_plan *plan, const fixture *f, const all_results *results)
-{
-    run_both(plan, f, &results->two_calls);
-    skl_inputs inputs = f->inputs;
-    inputs.lse_t = tensor_input(&results->two_calls.lse_t);
-    inputs.lse_s = tensor_input(&results->two_calls.lse_s);
-    skl_rows rows = results_rows(&results->one_pass);
-    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
-    const skl_gradients gradients = results_gradients(&results->one_pass);
-    run_forward_backward(plan, &inputs, &rows, &gradients);
-}
-
-/* The usable kernels; in sampled runs, which are many times slower, the best: all have the same schedule. */
-static const char *threaded_kernel(int32_t index)
-{
-    const int sampled = test_environment("SKL_TEST_SAMPLE", 1) > 1;
-    return sampled && index > 0 ? NULL : test_kernel(index);
-}
-
-static void test_bits_do_not_depend_on_thread_count(void **state)
-{
-    (void)state;
     static const int32_t thread_counts[] = {2, 3, 7};
-    const size_t sample = test_environment("SKL_TEST_SAMPLE", 1) > 1 ? 3 : 1;
-    for (size_t c = 0; c < COUNT_OF(cases); c += sample)
-        for (int32_t k = 0; threaded_kernel(k); k++) {
-            fixture f;
-            fixture_create(&f, &cases[c]);
-            all_results alone = all_results_create(&f);
-            skl_plan *const one_thread = test_plan(&f.problem, threaded_kernel(k), 1);
-            run_all(one_thread, &f, &alone);
-            skl_plan_destroy(one_thread);
-            for (size_t n = 0; n < COUNT_OF(thread_counts); n++) {
-                all_results together = all_results_create(&f);
-                skl_plan *const plan = test_plan(&f.problem, threaded_kernel(k), thread_counts[n]);
-                assert_int_equal(skl_plan_threads(plan), thread_counts[n]);
-                run_all(plan, &f, &together);
-                const char *different = results_difference(&alone.two_calls, &together.two_calls);
-                if (!different)
-                    different = results_difference(&alone.one_pass, &together.one_pass);
-                if (different)
-                    fail_msg("%s: %s: %d threads give a different %s than one", cases[c].name, threaded_kernel(k),
-                             (int)thread_counts[n], different);
-                skl_plan_destroy(plan);
-                all_results_destroy(&together);
-            }
-            all_results_destroy(&alone);
-            fixture_destroy(&f);
-        }
+    skl_plan *const alone = test_plan(&t->f->problem, t->kernel, 1);
+    fixture_results one_pass = results_create(t->f);
+    run_both(alone, t->f, &t->one);
+    run_one_pass(alone, t->f, &t->one, &one_pass);
+    for (size_t n = 0; n < COUNT_OF(thread_counts); n++) {
+        skl_plan *const plan = test_plan(&t->f->problem, t->kernel, thread_counts[n]);
+        assert_int_equal(skl_plan_threads(plan), thread_counts[n]);
+        run_both(plan, t->f, &t->other);
+        assert_same_bits(t, "several threads");
+        results_poison(&t->other);
+        run_one_pass(plan, t->f, &t->one, &t->other);
+        if (results_difference(&one_pass, &t->other))
+            trial_fail(t, "one-pass with %d threads: %s differs", (int)thread_counts[n],
+                       results_difference(&one_pass, &t->other));
+        skl_plan_destroy(plan);
+    }
+    results_destroy(&one_pass);
+    skl_plan_destroy(alone);
 }
 
 /* ---- Callers in several threads ---------------------------------------------------------------------------- */
@@ -139,30 +95,23 @@ static void *call_often(void *context)
     return NULL;
 }
 
-static void test_a_plan_can_be_shared(void **state)
+static const test_case shared[] = {
+    {"shared", SHAPE(1, 200, 210), HEADS(4, 4), .key_heads_s = 2, DIMS(16, 16), CAUSAL},
+};
+
+static void check_shared_plan(trial *t)
 {
-    (void)state;
-    static const test_case c = {"shared", SHAPE(1, 200, 210), HEADS(4, 4), .key_heads_s = 2, DIMS(16, 16), CAUSAL};
-    for (int32_t k = 0; threaded_kernel(k); k++) {
-        fixture f;
-        fixture_create(&f, &c);
-        skl_plan *const plan = test_plan(&f.problem, threaded_kernel(k), 2);
-        fixture_results expected = results_create(&f);
-        run_both(plan, &f, &expected);
-        caller callers[CALLERS];
-        for (int n = 0; n < CALLERS; n++) {
-            callers[n] = (caller){.plan = plan, .fixture = &f, .results = results_create(&f)};
-            assert_int_equal(pthread_create(&callers[n].thread, NULL, call_often, &callers[n]), 0);
-        }
-        for (int n = 0; n < CALLERS; n++) {
-            pthread_join(callers[n].thread, NULL);
-            assert_int_equal(callers[n].status, SKL_OK);
-            assert_null(results_difference(&callers[n].results, &expected));
-            results_destroy(&callers[n].results);
-        }
-        results_destroy(&expected);
-        skl_plan_destroy(plan);
-        fixture_destroy(&f);
+    caller callers[CALLERS];
+    run_both(t->plan, t->f, &t->one);
+    for (int n = 0; n < CALLERS; n++) {
+        callers[n] = (caller){.plan = t->plan, .fixture = t->f, .results = results_create(t->f)};
+        assert_int_equal(pthread_create(&callers[n].thread, NULL, call_often, &callers[n]), 0);
+    }
+    for (int n = 0; n < CALLERS; n++) {
+        pthread_join(callers[n].thread, NULL);
+        assert_int_equal(callers[n].status, SKL_OK);
+        assert_null(results_difference(&callers[n].results, &t->one));
+        results_destroy(&callers[n].results);
     }
 }
 
@@ -235,67 +184,62 @@ static void log_progress(void *user, int64_t done, int64_t total)
     log->total = total;
 }
 
-static void test_progress_reaches_the_total(void **state)
+/* A plan for three threads that reports its progress. */
+static skl_plan *plan_with_progress(const fixture *f, const char *kernel, skl_progress progress, void *user)
 {
-    (void)state;
-    for (size_t c = 0; c < COUNT_OF(cases); c += 4)
-        for (int32_t k = 0; threaded_kernel(k); k++) {
-            fixture f;
-            fixture_create(&f, &cases[c]);
-            progress_log log = {.caller = pthread_self()};
-            skl_options options = skl_options_default();
-            options.kernel = threaded_kernel(k);
-            options.threads = 3;
-            options.progress = log_progress;
-            options.progress_user = &log;
-            skl_plan *plan;
-            assert_ok(skl_plan_create(&plan, &f.problem, &options));
-            fixture_results results = results_create(&f);
-            const skl_rows rows = results_rows(&results);
-            const skl_gradients gradients = results_gradients(&results);
-            const skl_inputs known = results_backward_inputs(&f, &results);
-            for (int call = 0; call < 2; call++) {
-                log.done = log.total = log.calls = 0;
-                if (call == 0)
-                    run_forward(plan, &f.inputs, &rows);
-                else
-                    run_backward(plan, &known, &gradients);
-                assert_true(log.calls > 0);
-                assert_int_equal(log.done, log.total);
-                assert_int_equal(log.foreign_calls, 0);
-                assert_int_equal(log.backward_steps, 0);
-            }
-            results_destroy(&results);
-            skl_plan_destroy(plan);
-            fixture_destroy(&f);
-        }
+    skl_options options = skl_options_default();
+    options.kernel = kernel;
+    options.threads = 3;
+    options.progress = progress;
+    options.progress_user = user;
+    skl_plan *plan = NULL;
+    assert_ok(skl_plan_create(&plan, &f->problem, &options));
+    return plan;
+}
+
+static void check_progress(trial *t)
+{
+    progress_log log = {.caller = pthread_self()};
+    skl_plan *const plan = plan_with_progress(t->f, t->kernel, log_progress, &log);
+    const skl_rows rows = results_rows(&t->one);
+    const skl_gradients gradients = results_gradients(&t->one);
+    const skl_inputs known = results_backward_inputs(t->f, &t->one);
+    for (int call = 0; call < 2; call++) {
+        log.done = log.total = log.calls = 0;
+        if (call == 0)
+            run_forward(plan, &t->f->inputs, &rows);
+        else
+            run_backward(plan, &known, &gradients);
+        assert_true(log.calls > 0);
+        assert_int_equal(log.done, log.total);
+        assert_int_equal(log.foreign_calls, 0);
+        assert_int_equal(log.backward_steps, 0);
+    }
+    skl_plan_destroy(plan);
 }
 
 /* ---- Processes --------------------------------------------------------------------------------------------- */
 
-/* A forked child has none of its parent's threads and must not wait for them. */
-static void test_a_forked_child_can_compute(void **state)
+static void assert_success(pid_t child)
 {
-    (void)state;
-    static const test_case c = {"fork", SHAPE(1, 300, 300), HEADS(2, 2), DIMS(16, 16)};
-    fixture f;
-    fixture_create(&f, &c);
-    skl_plan *const plan = test_plan(&f.problem, NULL, 3);
-    fixture_results expected = results_create(&f), results = results_create(&f);
-    run_both(plan, &f, &expected);
-    const pid_t child = fork();
-    assert_true(child >= 0);
-    if (child == 0) {
-        run_both(plan, &f, &results);
-        _exit(results_difference(&results, &expected) ? 1 : 0);
-    }
     int status = -1;
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    results_destroy(&expected);
-    results_destroy(&results);
-    skl_plan_destroy(plan);
-    fixture_destroy(&f);
+}
+
+static const test_case forked[] = {{"fork", SHAPE(2, 300, 300), HEADS(4, 4), DIMS(16, 16)}};
+
+/* A forked child has none of its parent's threads and must not wait for them. */
+static void check_forked_child(trial *t)
+{
+    run_both(t->plan, t->f, &t->one);
+    const pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        run_both(t->plan, t->f, &t->other);
+        _exit(results_difference(&t->one, &t->other) ? 1 : 0);
+    }
+    assert_success(child);
 }
 
 /* Number of threads of this process; 0: unknown. */
@@ -347,45 +291,30 @@ static void fork_once(void *user, int64_t done, int64_t total)
 }
 
 /* The child starts with an empty pool, even if the parent forked while its helpers were at work. */
-static void test_a_child_forked_in_a_call_goes_on(void **state)
+static void check_fork_in_a_call(trial *t)
 {
-    (void)state;
     if (THREAD_SANITIZER || test_environment("SKL_TEST_EMULATED", 0))
         skip(); /* they allow no new thread after a fork with threads */
-    static const test_case c = {"fork in a call", SHAPE(2, 300, 300), HEADS(4, 4), DIMS(16, 16)};
-    fixture f;
-    fixture_create(&f, &c);
-    fixture_results expected = results_create(&f), results = results_create(&f);
-    run_kernel(&f, NULL, 3, &expected);
-    fork_test t = {&f, &expected, 0};
-    skl_options options = skl_options_default();
-    options.threads = 3;
-    options.progress = fork_once;
-    options.progress_user = &t;
-    skl_plan *plan = NULL;
-    assert_ok(skl_plan_create(&plan, &f.problem, &options));
-    run_both(plan, &f, &results);
-    assert_true(t.child > 0);
-    int status = -1;
-    assert_int_equal(waitpid(t.child, &status, 0), t.child);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    assert_null(results_difference(&results, &expected));
+    fork_test test = {t->f, &t->one, 0};
+    run_both(t->plan, t->f, &t->one);
+    skl_plan *const plan = plan_with_progress(t->f, t->kernel, fork_once, &test);
+    run_both(plan, t->f, &t->other);
+    assert_true(test.child > 0);
+    assert_success(test.child);
+    assert_same_bits(t, "the parent");
     skl_plan_destroy(plan);
-    results_destroy(&expected);
-    results_destroy(&results);
-    fixture_destroy(&f);
 }
 
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_bits_do_not_depend_on_thread_count),
-        cmocka_unit_test(test_a_plan_can_be_shared),
+        TRIALS(bits_do_not_depend_on_thread_count, cases, .check = check_thread_counts, .sample = 3),
+        TRIALS(a_plan_can_be_shared, shared, .check = check_shared_plan, .sample = 3),
         cmocka_unit_test(test_plans_can_be_created_in_any_thread),
         cmocka_unit_test(test_error_messages_are_per_thread),
-        cmocka_unit_test(test_progress_reaches_the_total),
-        cmocka_unit_test(test_a_forked_child_can_compute),
-        cmocka_unit_test(test_a_child_forked_in_a_call_goes_on),
+        TRIALS(progress_reaches_the_total, cases, .check = check_progress, .best_on_cpu = 1, .sample = 3),
+        TRIALS(a_forked_child_can_compute, forked, .check = check_forked_child, .best_on_cpu = 1),
+        TRIALS(a_child_forked_in_a_call_goes_on, forked, .check = check_fork_in_a_call, .best_on_cpu = 1),
     };
     return test_run("threads", tests, COUNT_OF(tests));
 }
