@@ -25,6 +25,15 @@
 
 #include "case_support.h"
 
+/* 1: built with ThreadSanitizer. */
+#if defined(__SANITIZE_THREAD__)
+#define THREAD_SANITIZER 1
+#elif defined(__has_feature)
+#define THREAD_SANITIZER __has_feature(thread_sanitizer)
+#else
+#define THREAD_SANITIZER 0
+#endif
+
 int64_t test_environment(const char *name, int64_t fallback);
 
 /* Prints the seed, sets the filter, runs a group of tests and returns the exit status of main. */

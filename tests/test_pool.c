@@ -11,14 +11,6 @@
 
 #include "cpu/pool.h"
 
-#if defined(__SANITIZE_THREAD__)
-#define THREAD_SANITIZER 1
-#elif defined(__has_feature)
-#define THREAD_SANITIZER __has_feature(thread_sanitizer)
-#else
-#define THREAD_SANITIZER 0
-#endif
-
 enum { TWO = 2 }; /* workers: the caller and one helper */
 
 /* A job that keeps both workers until it is told to end. */

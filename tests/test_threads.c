@@ -11,14 +11,6 @@
 
 #include "case_words.h"
 
-#if defined(__SANITIZE_THREAD__)
-#define THREAD_SANITIZER 1
-#elif defined(__has_feature)
-#define THREAD_SANITIZER __has_feature(thread_sanitizer)
-#else
-#define THREAD_SANITIZER 0
-#endif
-
 /* Several query and key tiles per head, and several heads that add to one key head. */
 #define LARGE SHAPE(2, 410, 421), DIMS(24, 16)
 

@@ -132,6 +132,48 @@ def test_any_shape_and_mask(
     )
 
 
+def test_an_indexer_learns():
+    """As docs/guide/indexers.md: first dense, then on its own top-k keys, which in the end hold the teacher's attention."""
+    torch.manual_seed(0)
+    tokens, top_k = 2 * torch.rand(1, 160, 12) - 1, 16
+    projections = (3.3 * torch.eye(12).repeat(4, 1) + torch.rand(48, 12) - 0.5 for _ in range(2))  # similar heads
+    teacher = [(tokens @ projection.T).unflatten(-1, (4, 12)) for projection in projections]
+    parameters = [(torch.rand(width, 12) - 0.5).requires_grad_() for width in (8 * 12, 12, 8)]
+    optimizer = torch.optim.Adam(parameters, lr=0.02, betas=(0.9, 0.99))
+
+    def student():
+        q, k, w = (tokens @ parameter.T for parameter in parameters)
+        return q.unflatten(-1, (8, 12)), k, w + 1
+
+    def own_keys():
+        q, k, w = student()
+        scores = torch.einsum("big,bigj->bij", w, torch.einsum("bigc,bjc->bigj", q, k).relu())
+        best = scores.masked_fill(~torch.ones(160, 160).tril().bool(), -torch.inf).topk(top_k)
+        return best.indices.masked_fill(best.values.isinf(), -1).int()
+
+    lse_t = streamkl.indexer_kl(*teacher, *student(), causal=True, return_rows=True)[1].lse_t
+    wider = dict(causal=True, lse_t=lse_t, lse_t_wider=True)
+
+    def recall():
+        """On rows that see far more than top_k keys."""
+        return streamkl.indexer_kl(*teacher, *student(), own_keys(), return_rows=True, **wider)[1].mass[..., 64:].mean()
+
+    def train(steps, sparse):
+        losses = []
+        for _ in range(steps):
+            losses.append(streamkl.indexer_kl(*teacher, *student(), own_keys() if sparse else None, reduction="sum", **wider))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        return losses[0].item(), losses[-1].item()
+
+    assert recall() < 0.6  # random keys
+    first, last = train(120, sparse=False)
+    assert last < 0.2 * first and recall() > 0.95
+    first, last = train(20, sparse=True)
+    assert last < first and recall() > 0.95
+
+
 # ---- Equivalent calls ----------------------------------------------------------------------------------------------
 
 
