@@ -137,41 +137,17 @@ static void test_every_case_runs_the_kernels_that_are_explained(void **state)
         check_case(&test_cases[n]);
 }
 
-/* ---- Reasons ------------------------------------------------------------------------------------------------ */
-
-/* The explanation of an operation holds these words. */
-static void assert_reason_of(skl_op op, const test_case *c, const char *kernel, const char *words)
-{
-    char text[4096];
-    fixture f;
-    fixture_create(&f, c);
-    skl_plan *const plan = test_plan(&f.problem, NULL, 0);
-    skl_plan_explain(plan, &f.inputs, op, text, sizeof text);
-    if (strstr(text, kernel) == NULL || strstr(text, words) == NULL)
-        fail_msg("%s: %s\nmust name %s and: %s", c->name, text, kernel, words);
-    skl_plan_destroy(plan);
-    fixture_destroy(&f);
-}
-
-static void assert_reason(const test_case *c, const char *kernel, const char *words)
-{
-    assert_reason_of(SKL_OP_FORWARD, c, kernel, words);
-}
+/* ---- Layouts ------------------------------------------------------------------------------------------------ */
 
 static void test_strides_and_addresses_that_copies_cannot_read(void **state)
 {
     (void)state;
-    const test_case aligned = {"aligned", SHAPE(2, 96, 96), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)};
-    test_case gaps = aligned, misaligned = aligned;
-    gaps.name = "gaps";
-    gaps.layout = LAYOUT_GAPS;
-    misaligned.name = "misaligned";
-    misaligned.layout = LAYOUT_MISALIGNED;
-    assert_reason(&gaps, "cuda_general", "not a multiple of 16 bytes");
-    assert_reason(&misaligned, "cuda_general", "not a multiple of 16 bytes");
-    check_case(&aligned);
-    check_case(&gaps);
-    check_case(&misaligned);
+    test_case c = {"aligned", SHAPE(2, 96, 96), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)};
+    check_case(&c);
+    c.layout = LAYOUT_GAPS;
+    check_case(&c);
+    c.layout = LAYOUT_MISALIGNED;
+    check_case(&c);
 }
 
 /* Kernels with tensor cores store pairs of a gradient: rows that begin at an odd element are for the general one. */
@@ -208,221 +184,6 @@ static bool is_usable(const char *name)
         if (strcmp(test_kernel(k), name) == 0)
             return true;
     return false;
-}
-
-static void test_problems_that_tensor_cores_do_not_do(void **state)
-{
-    (void)state;
-    const test_case f32 = {"f32", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(160, 64)};
-    const test_case groups = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 136), TYPES(BF16, BF16), REVERSE};
-    const test_case odd = {"odd", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(132, 60), TYPES(F16, F16)};
-    assert_reason(&f32, "cuda_general", "a head size above those of the kernels for this problem");
-    assert_reason(&groups, "cuda_general", "the reverse KL: no tensor cores for this problem");
-    const bool hopper = is_usable("cuda_sm90_f32_128"); /* odd sizes of up to 128 are two-term rows there */
-    assert_reason(&odd, "cuda_general", hopper ? "a head size above those of the kernels" : "not a multiple of 8");
-}
-
-/* The kernel for a pair of head sizes; the padded one for the gradients that it does not compute. */
-static void test_pairs_of_head_sizes(void **state)
-{
-    (void)state;
-    if (!is_usable("cuda_sm90_bf16_256_128"))
-        skip();
-    test_case c = {"pair", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(256, 96), TYPES(BF16, BF16)};
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_256_128, fused backward", "best kernel");
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_sm90_bf16_256, dk", "gradients of more than 128 dimensions");
-    c.dim_t = 64, c.dim_s = 128;
-    assert_reason(&c, "forward: cuda_sm90_bf16_128_64", "best kernel");
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_128_64, fused backward", "best kernel");
-    c.dim_t = c.dim_s = 80;
-    assert_reason(&c, "forward: cuda_sm90_bf16_96_96", "best kernel");
-    c.softcap_s = 30;
-    assert_reason(&c, "forward: cuda_sm90_bf16_128, softcap", "best kernel");
-}
-
-/* The reverse KL and gradients of the teacher are computed in strips; Hopper has softcaps without them. Tiles have
- * groups of up to eight heads where Hopper's own kernels have none. */
-static void test_teacher_groups(void **state)
-{
-    (void)state;
-    test_case c = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), REVERSE, STUDENT_ONLY};
-    assert_reason(&c, "forward: cuda_sm80_bf16_groups, rows", "best kernel");
-    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the student: cuda_sm80_bf16_groups, gradients",
-                     "best kernel");
-    c.direction = SKL_KL_FORWARD, c.without = 0;
-    assert_reason(&c, "forward: cuda_sm80_bf16_groups, rows", "teacher gradients of a group: in strips");
-    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the teacher: cuda_sm80_bf16_groups, gradients",
-                     "teacher gradients of a group: in strips");
-    c.dim_t = 136;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_general, dk", "a group with more than 128 dimensions");
-    c.dim_t = 64, c.dim_s = 264, c.without = SKL_DQ_T | SKL_DK_T;
-    assert_reason(&c, "forward: cuda_general", "a head size above those of the kernels for this problem");
-    c.dim_s = 64, c.softcap_s = 30;
-    const bool hopper = is_usable("cuda_sm90_bf16_groups");
-    const char *const capped = hopper
-                                   ? "dq_s and dk_s: cuda_sm90_bf16_groups, fused backward, teacher groups, softcap"
-                                   : "gradients of the student: cuda_sm80_bf16_groups, gradients";
-    assert_reason_of(SKL_OP_BACKWARD, &c, capped, "best kernel");
-    c.softcap_s = 0;
-    const char *const linear = hopper ? "dq_s and dk_s: cuda_sm90_bf16_groups, fused backward, teacher groups"
-                                      : "dk_s: cuda_sm80_bf16_group_tiles, dk, teacher groups";
-    assert_reason_of(SKL_OP_BACKWARD, &c, linear, "best kernel");
-    c.dtype_t = c.dtype_s = SKL_F16, c.dim_t = 128, c.heads_t = 8, c.heads_s = 1;
-    assert_reason(&c, "forward: cuda_sm80_f16_group_tiles, teacher groups", "best kernel");
-    c.heads_t = 9;
-    assert_reason(&c, "forward: cuda_sm80_f16_strips, rows", "best kernel");
-    c.without = 0;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "gradients of the teacher: cuda_sm80_f16_groups, gradients",
-                     "teacher gradients of a group: in strips");
-}
-
-static skl_input never_read(int64_t heads, int64_t rows, int64_t dim)
-{
-    return (skl_input){(const void *)4096, heads * rows * dim, rows * dim, dim};
-}
-
-/* Rows in strips take more memory without dot_t, which is computed a part of the slots at a time. */
-static void test_rows_of_groups_fit_the_workspace(void **state)
-{
-    (void)state;
-    const test_case c = {"groups", SHAPE(8, 2560, 2560), HEADS(64, 32), DIMS(8, 8), TYPES(BF16, BF16), REVERSE};
-    const skl_problem p = case_problem(&c);
-    skl_plan *const plan = test_plan(&p, NULL, 0);
-    skl_call call = {.op = SKL_OP_FORWARD, .keys = {0, p.len_k}};
-    call.inputs.q_t = never_read(p.heads_t, p.len_q, p.dim_t),
-    call.inputs.k_t = never_read(p.heads_t, p.len_k, p.dim_t);
-    call.inputs.q_s = never_read(p.heads_s, p.len_q, p.dim_s),
-    call.inputs.k_s = never_read(p.heads_s, p.len_k, p.dim_s);
-    call.rows.kl = skl_output_contiguous((void *)4096, p.heads_s, p.len_q, 1);
-    for (int dots = 0; dots < 2; dots++) {
-        if (dots)
-            call.rows.dot_t = skl_output_contiguous((void *)4096, p.heads_t, p.len_q, 1);
-        skl_cuda_launches other;
-        const skl_cuda_launches *const launches = skl_cuda_plan_launches(plan, &call, &other);
-        assert_true(launches->count > 0);
-        assert_true(launches->workspace_size <= skl_plan_workspace_size(plan, SKL_OP_FORWARD));
-    }
-    skl_plan_destroy(plan);
-}
-
-/* Hopper's own kernels have softcaps where a model has them; elsewhere the next kernel that fits. */
-static void test_softcaps_on_hopper(void **state)
-{
-    (void)state;
-    if (!is_usable("cuda_sm90_bf16_256"))
-        skip();
-    test_case c = {"softcap", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(192, 192), TYPES(BF16, BF16), SOFTCAPS(30, 30)};
-    assert_reason(&c, "forward: cuda_sm90_bf16_256, softcap", "best kernel");
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dk_t: cuda_sm90_bf16_256, dk, softcap", "best kernel");
-    c.dtype_t = c.dtype_s = SKL_F16;
-    assert_reason(&c, "forward: cuda_sm80_f16_256", "best kernel");
-    c.softcap_t = c.softcap_s = 0;
-    assert_reason(&c, "forward: cuda_sm90_f16_256", "best kernel");
-    c.dim_t = c.dim_s = 64, c.dtype_t = c.dtype_s = SKL_F32, c.softcap_s = 5;
-    assert_reason(&c, "forward: cuda_sm90_f32_128, softcap", "two-term rows");
-}
-
-/* Three dq warpgroups: gradients of B of 64 dimensions, long sequences, and 8 waves of tiles. */
-static void test_tall_tiles(void **state)
-{
-    (void)state;
-    if (!is_usable("cuda_sm90_bf16_128_64"))
-        skip();
-    const char *const tall = "fused backward, 192 queries per tile", *const best = "best kernel";
-    test_case c = {"tall", SHAPE(4, 102400, 8), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16), STUDENT_ONLY};
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward", tall);
-    c.without = SKL_DQ_S | SKL_DK_S;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward, 1 split", best);
-    c.dim_t = 128, c.without = 0;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward", tall);
-    c.batch = 1;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
-    c.batch = 50, c.len_q = 8191;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128_64, fused backward, 1 split", best);
-    c.dim_t = 64, c.len_q = 8192, c.softcap_s = 30;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_bf16_128, fused backward, softcap", best);
-}
-
-/* One kernel for all four gradients of bf16 heads of up to 128 dimensions, where the KL is known. */
-static void test_joint_backward(void **state)
-{
-    (void)state;
-    if (!is_usable("cuda_sm90_bf16_64"))
-        skip();
-    const char *const joint = "dq and dk of both sides: cuda_sm90_bf16_joint, joint backward";
-    const test_case both = {"joint", SHAPE(1, 200, 300), HEADS(2, 2), DIMS(64, 40), TYPES(BF16, BF16)};
-    assert_reason_of(SKL_OP_BACKWARD, &both, joint, "all four gradients");
-    assert_reason_of(SKL_OP_FORWARD_BACKWARD, &both, "dq_s and dk_s: cuda_sm90_bf16_64, fused backward",
-                     "best kernel");
-    test_case c = both;
-    c.direction = SKL_KL_REVERSE, c.grad_f32 = 1;
-    assert_reason_of(SKL_OP_BACKWARD, &c, joint, "all four gradients");
-    c = both, c.without = SKL_DK_T;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_64, fused backward", "best kernel");
-    c = both, c.dim_t = c.dim_s = 128;
-    assert_reason_of(SKL_OP_BACKWARD, &c, joint, "all four gradients");
-    c.dim_s = 64; /* a pair */
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_t and dk_t: cuda_sm90_bf16_128_64, fused backward", "best kernel");
-    c = both, c.dtype_t = c.dtype_s = SKL_F16;
-    assert_reason_of(SKL_OP_BACKWARD, &c, "dq_s and dk_s: cuda_sm90_f16_64, fused backward", "best kernel");
-}
-
-/* The plan does not have the attention backward, for this reason. */
-static void assert_no_attention(const test_case *c, const char *reason)
-{
-    const skl_problem problem = case_problem(c);
-    skl_plan *const plan = test_plan(&problem, NULL, 0);
-    char text[64] = "old";
-    assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), 0);
-    for (int asked = 0; asked < 2; asked++) {
-        if (strstr(skl_last_error(), reason) == NULL ||
-            strstr(skl_last_error(), "; call skl_forward_backward and the backward of your attention") == NULL)
-            fail_msg("%s: %s\nmust name: %s", c->name, skl_last_error(), reason);
-        assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_ATTENTION_BACKWARD, text, sizeof text), 0);
-        assert_string_equal(text, "");
-    }
-    assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_BACKWARD), 0);
-    skl_plan_destroy(plan);
-}
-
-/* Where no kernel carries the KL, the call is refused. */
-static void test_attention_backward_that_no_kernel_has(void **state)
-{
-    (void)state;
-    test_case c = {"groups", SHAPE(1, 64, 64), HEADS(4, 2), DIMS(64, 64), TYPES(BF16, BF16), ATTENTION};
-    assert_no_attention(&c, "(teacher groups)");
-    c.heads_t = 2, c.direction = SKL_KL_REVERSE;
-    assert_no_attention(&c, "(the reverse KL)");
-    c.direction = SKL_KL_FORWARD, c.softcap_s = 5;
-    assert_no_attention(&c, "(a softcap)");
-    c.softcap_s = 0, c.dtype_t = c.dtype_s = SKL_F32;
-    const bool hopper = is_usable("cuda_sm90_bf16_128");
-    assert_no_attention(&c, hopper ? "(f32, mixed types or an odd head size: two-term rows)"
-                                   : "(a GPU other than Hopper)");
-    c.dtype_t = c.dtype_s = SKL_BF16, c.len_k = 0;
-    assert_no_attention(&c, hopper ? "(no queries or no keys)" : "(a GPU other than Hopper)");
-}
-
-static void test_attention_backward_with_the_kl_on_hopper(void **state)
-{
-    (void)state;
-    test_case c = {"carried", SHAPE(1, 64, 64), HEADS(2, 2), DIMS(128, 64), TYPES(BF16, BF16), ATTENTION};
-    if (!is_usable("cuda_sm90_bf16_128"))
-        skip();
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "forward: cuda_sm90", "1 split");
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c,
-                     "dq_s, dk_s and dv_s: cuda_sm90_bf16_attention, attention backward with KL", "1 split");
-    c.dtype_t = c.dtype_s = SKL_F16;
-    assert_reason_of(SKL_OP_ATTENTION_BACKWARD, &c, "dq_s, dk_s and dv_s: cuda_sm90_f16_attention",
-                     "one kernel for the attention backward and the gradient of the KL");
-    c.dim_t = 192;
-    assert_no_attention(&c, "(types or head sizes that no such kernel has)");
-    c.dim_t = 128;
-    const skl_problem problem = case_problem(&c);
-    skl_plan *const plan = test_deterministic_plan(&problem, NULL);
-    assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), 0);
-    assert_non_null(strstr(skl_last_error(), "(deterministic gradients)"));
-    skl_plan_destroy(plan);
 }
 
 /* ---- Tensor maps --------------------------------------------------------------------------------------------- */
@@ -547,15 +308,6 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_strides_and_addresses_that_copies_cannot_read),
         cmocka_unit_test(test_gradient_rows_at_odd_elements),
-        cmocka_unit_test(test_problems_that_tensor_cores_do_not_do),
-        cmocka_unit_test(test_pairs_of_head_sizes),
-        cmocka_unit_test(test_teacher_groups),
-        cmocka_unit_test(test_rows_of_groups_fit_the_workspace),
-        cmocka_unit_test(test_softcaps_on_hopper),
-        cmocka_unit_test(test_tall_tiles),
-        cmocka_unit_test(test_joint_backward),
-        cmocka_unit_test(test_attention_backward_that_no_kernel_has),
-        cmocka_unit_test(test_attention_backward_with_the_kl_on_hopper),
         cmocka_unit_test(test_tma_addresses_what_the_driver_encodes),
         cmocka_unit_test(test_tiles_of_groups_in_less_shared_memory),
         cmocka_unit_test(test_every_case_runs_the_kernels_that_are_explained),

@@ -4,6 +4,7 @@
  *     test_selection --write FILE    writes FILE
  *
  * One line of the file is one answer: case, operation, GPUs, and the launches with their splits and workspace. */
+#define _POSIX_C_SOURCE 200809L /* popen */
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,7 +14,7 @@
 #include "base/problem.h"
 #include "base/side.h"
 #include "case_words.h"
-#include "cases.h"
+#include "fixture.h"
 #include "cuda/backend.h"
 #include "cuda/select.h"
 
@@ -41,32 +42,6 @@ static skl_plan *plan_for(const test_case *c, const char *gpu, int32_t determini
 }
 
 /* ---- The answers of all cases ---------------------------------------------------------------------------------- */
-
-/* Lines that grow in memory. */
-typedef struct line_list {
-    char **at;
-    size_t count;
-} line_list;
-
-static void add_line(line_list *lines, const char *text, size_t length)
-{
-    if ((lines->count & (lines->count - 1)) == 0) { /* full at every power of two */
-        lines->at = realloc(lines->at, (lines->count == 0 ? 1 : 2 * lines->count) * sizeof *lines->at);
-        assert_non_null(lines->at);
-    }
-    char *const line = malloc(length + 1);
-    assert_non_null(line);
-    memcpy(line, text, length);
-    line[length] = '\0';
-    lines->at[lines->count++] = line;
-}
-
-static void destroy_lines(line_list *lines)
-{
-    for (size_t n = 0; n < lines->count; n++)
-        free(lines->at[n]);
-    free(lines->at);
-}
 
 /* Appends ", text", or "text" to an empty buffer. `text` has `length` characters. */
 static void append(char *buffer, const char *separator, const char *text, size_t length)
@@ -122,12 +97,12 @@ static void answer_of(const skl_plan *plan, skl_op op, char *answer)
 }
 
 /* One line for all GPUs of which `pending` holds and that give the same answer. */
-static void add_answers(line_list *lines, const char *label, char (*answers)[TEXT_SIZE], bool *pending)
+static void write_answers(FILE *file, const char *label, char (*answers)[TEXT_SIZE], bool *pending)
 {
     for (int first = 0; first < GPU_COUNT; first++) {
         if (!pending[first])
             continue;
-        static char names[TEXT_SIZE], line[2 * TEXT_SIZE];
+        static char names[TEXT_SIZE];
         names[0] = '\0';
         int count = 0;
         for (int gpu = first; gpu < GPU_COUNT; gpu++) {
@@ -137,14 +112,12 @@ static void add_answers(line_list *lines, const char *label, char (*answers)[TEX
             pending[gpu] = false;
             count++;
         }
-        const int length =
-            snprintf(line, sizeof line, "%s %s: %s", label, count == GPU_COUNT ? "all" : names, answers[first]);
-        add_line(lines, line, (size_t)length);
+        fprintf(file, "%s %s: %s\n", label, count == GPU_COUNT ? "all" : names, answers[first]);
     }
 }
 
 /* Answers of deterministic plans have separate lines where they differ. */
-static void add_case(line_list *lines, const test_case *c)
+static void write_case(FILE *file, const test_case *c)
 {
     static char answers[2][GPU_COUNT][TEXT_SIZE];
     skl_plan *plans[2][GPU_COUNT];
@@ -161,108 +134,35 @@ static void add_case(line_list *lines, const test_case *c)
                     answers[kind][gpu][0] != '\0' && (kind == 0 || strcmp(answers[0][gpu], answers[1][gpu]) != 0);
             }
             snprintf(label, sizeof label, "%s %s%s", c->name, op_names[op], kind == 0 ? "" : " deterministic");
-            add_answers(lines, label, answers[kind], pending);
+            write_answers(file, label, answers[kind], pending);
         }
     for (int kind = 0; kind < 2; kind++)
         for (int gpu = 0; gpu < GPU_COUNT; gpu++)
             skl_plan_destroy(plans[kind][gpu]);
 }
 
-static line_list all_answers(void)
-{
-    line_list lines = {NULL, 0};
-    for (size_t n = 0; n < test_case_count; n++)
-        add_case(&lines, &test_cases[n]);
-    return lines;
-}
-
-/* ---- Comparison with the file ---------------------------------------------------------------------------------- */
-
-static line_list read_lines(const char *path)
-{
-    static char text[4 * TEXT_SIZE];
-    line_list lines = {NULL, 0};
-    FILE *const file = fopen(path, "r");
-    if (file == NULL)
-        fail_msg("%s cannot be read", path);
-    while (fgets(text, sizeof text, file) != NULL)
-        add_line(&lines, text, strcspn(text, "\n"));
-    fclose(file);
-    return lines;
-}
-
-static int by_text(const void *a, const void *b)
-{
-    return strcmp(*(char *const *)a, *(char *const *)b);
-}
-
-/* The same lines in alphabetical order, to search in. They still belong to `lines`. */
-static line_list sorted(const line_list *lines)
-{
-    line_list result = {malloc((lines->count + 1) * sizeof *lines->at), lines->count};
-    assert_non_null(result.at);
-    memcpy(result.at, lines->at, lines->count * sizeof *lines->at);
-    qsort(result.at, result.count, sizeof *result.at, by_text);
-    return result;
-}
-
-static bool has_line(const line_list *sorted_lines, char *line)
-{
-    return bsearch(&line, sorted_lines->at, sorted_lines->count, sizeof line, by_text) != NULL;
-}
-
-/* Prints the first lines that only one of the lists has. Returns the number of all such lines. */
-static size_t print_differences(const line_list *expected, const line_list *actual)
-{
-    enum { PRINTED_MAX = 20 };
-    const line_list of_expected = sorted(expected), of_actual = sorted(actual);
-    size_t differences = 0;
-    for (size_t e = 0, a = 0; e < expected->count || a < actual->count;) {
-        const bool removed = e < expected->count && !has_line(&of_actual, expected->at[e]);
-        const bool added = !removed && a < actual->count && !has_line(&of_expected, actual->at[a]);
-        if ((removed || added) && differences++ < PRINTED_MAX)
-            print_error("%c %s\n", removed ? '-' : '+', removed ? expected->at[e] : actual->at[a]);
-        e += removed || !added ? e < expected->count : 0;
-        a += added || !removed ? a < actual->count : 0;
-    }
-    free(of_expected.at);
-    free(of_actual.at);
-    return differences;
-}
-
-static bool has_same_order(const line_list *a, const line_list *b)
-{
-    bool same = a->count == b->count;
-    for (size_t n = 0; same && n < a->count; n++)
-        same = strcmp(a->at[n], b->at[n]) == 0;
-    return same;
-}
-
 static void test_every_case_is_answered_as_in_the_file(void **state)
 {
     (void)state;
-    line_list expected = read_lines(golden_path), actual = all_answers();
-    if (!has_same_order(&expected, &actual)) {
-        const size_t differences = print_differences(&expected, &actual);
-        fail_msg("%zu lines differ. If that is intended: build/test/tests/test_selection --write tests/selection.txt",
-                 differences);
-    }
-    destroy_lines(&expected);
-    destroy_lines(&actual);
+    char command[4096];
+    snprintf(command, sizeof command, "diff '%s' - >&2", golden_path);
+    FILE *const diff = popen(command, "w");
+    assert_non_null(diff);
+    for (size_t n = 0; n < test_case_count; n++)
+        write_case(diff, &test_cases[n]);
+    if (pclose(diff) != 0)
+        fail_msg("If that is intended: build/test/tests/test_selection --write tests/selection.txt");
 }
 
-static int write_answers(const char *path)
+static int write_file(const char *path)
 {
-    line_list lines = all_answers();
     FILE *const file = fopen(path, "w");
     if (file == NULL) {
         fprintf(stderr, "%s cannot be written\n", path);
         return 1;
     }
-    for (size_t n = 0; n < lines.count; n++)
-        fprintf(file, "%s\n", lines.at[n]);
-    printf("%s: %zu lines\n", path, lines.count);
-    destroy_lines(&lines);
+    for (size_t n = 0; n < test_case_count; n++)
+        write_case(file, &test_cases[n]);
     return fclose(file) != 0;
 }
 
@@ -584,6 +484,9 @@ static void test_no_request_of_a_large_problem_needs_more_than_the_plan(void **s
     const test_case split = {"split",         SHAPE(1, 4096, 4096), HEADS(1, 1),   DIMS(64, 64),
                              TYPES(F16, F16), STUDENT_ONLY,         BOUNDS(RANDOM)};
     (void)check_gpus(&split);
+    /* Rows of groups in strips take more memory without dot_t, which is computed a part of the slots at a time. */
+    const test_case groups = {"groups", SHAPE(8, 2560, 2560), HEADS(64, 32), DIMS(8, 8), TYPES(BF16, BF16), REVERSE};
+    (void)check_gpus(&groups);
     test_random random = random_for("large problems");
     for (int n = 0; n < 200; n++) {
         const test_case c = draw_large(&random);
@@ -598,6 +501,182 @@ static void test_no_request_of_a_named_kernel_needs_more_than_the_plan(void **st
     for (int32_t k = 0; (kernel = skl_cuda_kernel_at(k)) != NULL; k++)
         for (size_t n = 0; n < test_case_count && skl_cuda_has_plans(kernel); n++)
             (void)check_kernel(&test_cases[n], "h100", 0, kernel->name);
+}
+
+/* ---- Reasons --------------------------------------------------------------------------------------------------- */
+
+#define H100     "h100"
+#define A100     "a100"
+#define BOTH     NULL
+#define FORWARD  SKL_OP_FORWARD
+#define BACKWARD SKL_OP_BACKWARD
+#define ONE_PASS SKL_OP_FORWARD_BACKWARD
+#define CARRIED  SKL_OP_ATTENTION_BACKWARD
+
+/* Cases of the table below. */
+#define TWO   "two heads", SHAPE(1, 64, 64), HEADS(2, 2)
+#define GROUP "a group", SHAPE(1, 64, 64), HEADS(4, 2)
+#define JOINT "joint", SHAPE(1, 200, 300), HEADS(2, 2)
+#define TALL  "tall", SHAPE(4, 102400, 8), HEADS(1, 1)
+#define EVEN  "even", SHAPE(2, 96, 96), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16)
+#define B16   TYPES(BF16, BF16)
+#define F_16  TYPES(F16, F16)
+
+/* Words of explanations. */
+#define BEST          "best kernel"
+#define ABOVE         "a head size above those of the kernels"
+#define FUSED         ", fused backward"
+#define IN_STRIPS     "teacher gradients of a group: in strips"
+#define TALL_TILES    "fused backward, 192 queries per tile"
+#define ALL_FOUR      "all four gradients"
+#define JOINT_KERNEL  "dq and dk of both sides: cuda_sm90_bf16_joint, joint backward"
+#define STUDENT_GROUP "gradients of the student: cuda_sm80_bf16_groups, gradients"
+#define TEACHER_GROUP "gradients of the teacher: cuda_sm80_"
+
+typedef struct reason {
+    const char *gpu; /* NULL: both */
+    skl_op op;
+    const char *launch, *words; /* in the explanation; launch NULL: refused with these words */
+    test_case c;
+} reason;
+
+/* clang-format off */
+#define ROW(gpu, op, launch, words, ...) {gpu, op, launch, words, {__VA_ARGS__}}
+/* clang-format on */
+static const reason reasons[] = {
+    /* Strides and addresses that copies cannot read. */
+    ROW(BOTH, FORWARD, "cuda_general", "not a multiple of 16 bytes", EVEN, LAYOUT(GAPS)),
+    ROW(BOTH, FORWARD, "cuda_general", "not a multiple of 16 bytes", EVEN, LAYOUT(MISALIGNED)),
+
+    /* Problems that tensor cores do not do. Odd head sizes of up to 128 are two-term rows on Hopper. */
+    ROW(H100, FORWARD, "cuda_general", ABOVE, TWO, DIMS(160, 64)),
+    ROW(A100, FORWARD, "cuda_general", "f32 or mixed types: no tensor cores", TWO, DIMS(160, 64)),
+    ROW(BOTH, FORWARD, "cuda_general", "the reverse KL: no tensor cores for", GROUP, DIMS(64, 136), B16, REVERSE),
+    ROW(H100, FORWARD, "cuda_general", ABOVE, TWO, DIMS(132, 60), F_16),
+    ROW(A100, FORWARD, "cuda_general", "not a multiple of 8", TWO, DIMS(132, 60), F_16),
+
+    /* The kernel for a pair of head sizes; the padded one for the gradients that it does not compute. */
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_bf16_256_128" FUSED, BEST, TWO, DIMS(256, 96), B16),
+    ROW(H100, BACKWARD, "dk_t: cuda_sm90_bf16_256, dk", "of more than 128 dimensions", TWO, DIMS(256, 96), B16),
+    ROW(H100, FORWARD, "forward: cuda_sm90_bf16_128_64", BEST, TWO, DIMS(64, 128), B16),
+    ROW(H100, BACKWARD, "dq_t and dk_t: cuda_sm90_bf16_128_64" FUSED, BEST, TWO, DIMS(64, 128), B16),
+    ROW(H100, FORWARD, "forward: cuda_sm90_bf16_96_96", BEST, TWO, DIMS(80, 80), B16),
+    ROW(H100, FORWARD, "forward: cuda_sm90_bf16_128, softcap", BEST, TWO, DIMS(80, 80), B16, SOFTCAPS(0, 30)),
+
+    /* The reverse KL and gradients of the teacher are computed in strips; Hopper has softcaps without them. Tiles
+     * have groups of up to eight heads where Hopper's own kernels have none. */
+    ROW(BOTH, FORWARD, "cuda_sm80_bf16_groups, rows", BEST, GROUP, DIMS(64, 64), B16, REVERSE, STUDENT_ONLY),
+    ROW(BOTH, BACKWARD, STUDENT_GROUP, BEST, GROUP, DIMS(64, 64), B16, REVERSE, STUDENT_ONLY),
+    ROW(BOTH, FORWARD, "forward: cuda_sm80_bf16_groups, rows", IN_STRIPS, GROUP, DIMS(64, 64), B16),
+    ROW(BOTH, BACKWARD, TEACHER_GROUP "bf16_groups, gradients", IN_STRIPS, GROUP, DIMS(64, 64), B16),
+    ROW(BOTH, BACKWARD, "dk_t: cuda_general, dk", "a group with more than 128", GROUP, DIMS(136, 64), B16),
+    ROW(BOTH, FORWARD, "forward: cuda_general", ABOVE, GROUP, DIMS(64, 264), B16, STUDENT_ONLY),
+    ROW(H100, BACKWARD, "cuda_sm90_bf16_groups" FUSED ", teacher groups, softcap", BEST, GROUP, DIMS(64, 64), B16,
+        STUDENT_ONLY, SOFTCAPS(0, 30)),
+    ROW(A100, BACKWARD, STUDENT_GROUP, BEST, GROUP, DIMS(64, 64), B16, STUDENT_ONLY, SOFTCAPS(0, 30)),
+    ROW(H100, BACKWARD, "cuda_sm90_bf16_groups" FUSED ", teacher groups", BEST, GROUP, DIMS(64, 64), B16,
+        STUDENT_ONLY),
+    ROW(A100, BACKWARD, "cuda_sm80_bf16_group_tiles, dk, teacher groups", BEST, GROUP, DIMS(64, 64), B16,
+        STUDENT_ONLY),
+    ROW(BOTH, FORWARD, "forward: cuda_sm80_f16_group_tiles, teacher groups", BEST, "8 heads", SHAPE(1, 64, 64),
+        HEADS(8, 1), DIMS(128, 64), F_16, STUDENT_ONLY),
+    ROW(BOTH, FORWARD, "forward: cuda_sm80_f16_strips, rows", BEST, "9 heads", SHAPE(1, 64, 64), HEADS(9, 1),
+        DIMS(128, 64), F_16, STUDENT_ONLY),
+    ROW(BOTH, BACKWARD, TEACHER_GROUP "f16_groups, gradients", IN_STRIPS, "9 heads", SHAPE(1, 64, 64), HEADS(9, 1),
+        DIMS(128, 64), F_16),
+
+    /* Hopper's own kernels have softcaps where a model has them; elsewhere the next kernel that fits. */
+    ROW(H100, FORWARD, "forward: cuda_sm90_bf16_256, softcap", BEST, TWO, DIMS(192, 192), B16, SOFTCAPS(30, 30)),
+    ROW(H100, BACKWARD, "dk_t: cuda_sm90_bf16_256, dk, softcap", BEST, TWO, DIMS(192, 192), B16, SOFTCAPS(30, 30)),
+    ROW(H100, FORWARD, "forward: cuda_sm80_f16_256", BEST, TWO, DIMS(192, 192), F_16, SOFTCAPS(30, 30)),
+    ROW(H100, FORWARD, "forward: cuda_sm90_f16_256", BEST, TWO, DIMS(192, 192), F_16),
+    ROW(H100, FORWARD, "forward: cuda_sm90_f32_128, softcap", "two-term rows", TWO, DIMS(64, 64), SOFTCAPS(0, 5)),
+
+    /* Three dq warpgroups: gradients of B of 64 dimensions, long sequences, and 8 waves of tiles. */
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_bf16_64" FUSED, TALL_TILES, TALL, DIMS(64, 64), B16, STUDENT_ONLY),
+    ROW(H100, BACKWARD, "dq_t and dk_t: cuda_sm90_bf16_64" FUSED ", 1 split", BEST, TALL, DIMS(64, 64), B16,
+        .without = SKL_DQ_S | SKL_DK_S),
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_bf16_128_64" FUSED, TALL_TILES, TALL, DIMS(128, 64), B16),
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_bf16_128_64" FUSED ", 1 split", BEST, "few tiles",
+        SHAPE(1, 102400, 8), HEADS(1, 1), DIMS(128, 64), B16),
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_bf16_128_64" FUSED ", 1 split", BEST, "short", SHAPE(50, 8191, 8),
+        HEADS(1, 1), DIMS(128, 64), B16),
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_bf16_128" FUSED ", softcap", BEST, "capped", SHAPE(50, 8192, 8),
+        HEADS(1, 1), DIMS(64, 64), B16, SOFTCAPS(0, 30)),
+
+    /* One kernel for all four gradients of bf16 heads of up to 128 dimensions, where the KL is known. */
+    ROW(H100, BACKWARD, JOINT_KERNEL, ALL_FOUR, JOINT, DIMS(64, 40), B16),
+    ROW(H100, ONE_PASS, "dq_s and dk_s: cuda_sm90_bf16_64" FUSED, BEST, JOINT, DIMS(64, 40), B16),
+    ROW(H100, BACKWARD, JOINT_KERNEL, ALL_FOUR, JOINT, DIMS(64, 40), B16, REVERSE, .grad_f32 = 1),
+    ROW(H100, BACKWARD, "dq_t and dk_t: cuda_sm90_bf16_64" FUSED, BEST, JOINT, DIMS(64, 40), B16,
+        .without = SKL_DK_T),
+    ROW(H100, BACKWARD, JOINT_KERNEL, ALL_FOUR, JOINT, DIMS(128, 128), B16),
+    ROW(H100, BACKWARD, "dq_t and dk_t: cuda_sm90_bf16_128_64" FUSED, BEST, JOINT, DIMS(128, 64), B16), /* a pair */
+    ROW(H100, BACKWARD, "dq_s and dk_s: cuda_sm90_f16_64" FUSED, BEST, JOINT, DIMS(64, 40), F_16),
+
+    /* The attention backward with the KL is on Hopper; where no kernel carries the KL, the call is refused. */
+    ROW(H100, CARRIED, "forward: cuda_sm90", "1 split", TWO, DIMS(128, 64), B16, ATTENTION),
+    ROW(H100, CARRIED, "dq_s, dk_s and dv_s: cuda_sm90_bf16_attention, attention backward with KL", "1 split", TWO,
+        DIMS(128, 64), B16, ATTENTION),
+    ROW(H100, CARRIED, "dq_s, dk_s and dv_s: cuda_sm90_f16_attention",
+        "one kernel for the attention backward and the gradient of the KL", TWO, DIMS(128, 64), F_16, ATTENTION),
+    ROW(H100, CARRIED, NULL, "(types or head sizes that no such kernel has)", TWO, DIMS(192, 64), F_16, ATTENTION),
+    ROW(BOTH, CARRIED, NULL, "(teacher groups)", GROUP, DIMS(64, 64), B16, ATTENTION),
+    ROW(BOTH, CARRIED, NULL, "(the reverse KL)", TWO, DIMS(64, 64), B16, ATTENTION, REVERSE),
+    ROW(BOTH, CARRIED, NULL, "(a softcap)", TWO, DIMS(64, 64), B16, ATTENTION, SOFTCAPS(0, 5)),
+    ROW(H100, CARRIED, NULL, "(f32, mixed types or an odd head size: two-term rows)", TWO, DIMS(64, 64), ATTENTION),
+    ROW(H100, CARRIED, NULL, "(no queries or no keys)", "no keys", SHAPE(1, 64, 0), HEADS(2, 2), DIMS(64, 64), B16,
+        ATTENTION),
+    ROW(A100, CARRIED, NULL, "(a GPU other than Hopper)", TWO, DIMS(64, 64), ATTENTION),
+    ROW(A100, CARRIED, NULL, "(a GPU other than Hopper)", "no keys", SHAPE(1, 64, 0), HEADS(2, 2), DIMS(64, 64), B16,
+        ATTENTION),
+};
+
+/* The plan refuses the operation, for this reason, and says what to call instead. */
+static void assert_refusal(const skl_plan *plan, skl_op op, const char *words)
+{
+    char text[64] = "old";
+    assert_int_equal(skl_plan_supports(plan, op), 0);
+    for (int asked = 0; asked < 2; asked++) {
+        assert_non_null(strstr(skl_last_error(), words));
+        assert_non_null(strstr(skl_last_error(), "; call skl_forward_backward and the backward of your attention"));
+        assert_int_equal(skl_plan_explain(plan, NULL, op, text, sizeof text), 0);
+        assert_string_equal(text, "");
+    }
+    assert_int_equal(skl_plan_workspace_size(plan, op), 0);
+}
+
+static void check_reason(const reason *r, const char *gpu)
+{
+    static char text[TEXT_SIZE];
+    skl_plan *const plan = plan_for(&r->c, gpu, 0, NULL);
+    if (r->launch == NULL) {
+        assert_refusal(plan, r->op, r->words);
+    } else if (r->c.layout == LAYOUT_CONTIGUOUS) {
+        skl_plan_explain(plan, NULL, r->op, text, sizeof text);
+    } else {
+        fixture f;
+        fixture_create(&f, &r->c);
+        skl_plan_explain(plan, &f.inputs, r->op, text, sizeof text);
+        fixture_destroy(&f);
+    }
+    if (r->launch && (strstr(text, r->launch) == NULL || strstr(text, r->words) == NULL))
+        fail_msg("%s on %s: %s\nmust name %s and: %s", r->c.name, gpu, text, r->launch, r->words);
+    skl_plan_destroy(plan);
+}
+
+static void test_reasons(void **state)
+{
+    (void)state;
+    for (size_t n = 0; n < COUNT_OF(reasons); n++) {
+        check_reason(&reasons[n], reasons[n].gpu ? reasons[n].gpu : H100);
+        if (reasons[n].gpu == NULL)
+            check_reason(&reasons[n], A100);
+    }
+    const test_case carried = {TWO, DIMS(128, 64), F_16, ATTENTION};
+    skl_plan *const deterministic = plan_for(&carried, H100, 1, NULL);
+    assert_refusal(deterministic, CARRIED, "(deterministic gradients)");
+    skl_plan_destroy(deterministic);
 }
 
 /* ---- GPUs ------------------------------------------------------------------------------------------------------ */
@@ -617,7 +696,7 @@ static void test_this_test_knows_every_gpu(void **state)
 int main(int argc, char **argv)
 {
     if (argc == 3 && strcmp(argv[1], "--write") == 0)
-        return write_answers(argv[2]);
+        return write_file(argv[2]);
     if (argc != 2) {
         fprintf(stderr, "usage: test_selection [--write] FILE\n");
         return 2;
@@ -626,6 +705,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_this_test_knows_every_gpu),
         cmocka_unit_test(test_every_case_is_answered_as_in_the_file),
+        cmocka_unit_test(test_reasons),
         cmocka_unit_test(test_no_request_needs_more_than_the_plan),
         cmocka_unit_test(test_no_request_of_a_large_problem_needs_more_than_the_plan),
         cmocka_unit_test(test_no_request_of_a_named_kernel_needs_more_than_the_plan),
