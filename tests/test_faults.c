@@ -4,7 +4,6 @@
 
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/mman.h>
 
 #include "case_words.h"
@@ -315,94 +314,30 @@ static void check_overflow_in_b(trial *t)
     }
 }
 
-/* The first heads of a teacher group ignore key 0 entirely and the last does not: with two keys, group_size 3 and
- * a uniform student, P_0 is 1/6. The dimension is 1, so that keys are logits. */
-static void check_group_with_hidden_key(skl_direction direction, const char *kernel, int given_lse)
-{
-    enum { GROUP = 3, KEYS = 2 };
-    static const float one = 1.0F, keys_s[KEYS];
-    static const float keys_t[GROUP][KEYS] = {{-INFINITY, 0}, {-INFINITY, 0}, {0, 0}};
-    const float lse_t[GROUP] = {0, 0, logf(2)};
-    skl_problem problem = skl_problem_default();
-    problem.len_q = 1, problem.len_k = KEYS;
-    problem.heads_t = GROUP;
-    problem.dim_t = problem.dim_s = 1;
-    problem.scale_t = problem.scale_s = 1;
-    problem.direction = direction;
-    const skl_input query = {&one, 0, 0, 0};
-    skl_inputs inputs = {.struct_size = sizeof inputs, .q_t = query, .q_s = query};
-    inputs.k_t = skl_input_contiguous(keys_t, GROUP, KEYS, 1);
-    inputs.k_s = skl_input_contiguous(keys_s, 1, KEYS, 1);
-    if (given_lse)
-        inputs.lse_t = skl_input_contiguous(lse_t, GROUP, 1, 1);
-    float kl = NAN, out_t[GROUP], out_s = NAN;
-    skl_rows rows = {.struct_size = sizeof rows};
-    rows.kl = skl_output_contiguous(&kl, 1, 1, 1);
-    rows.lse_t = skl_output_contiguous(out_t, GROUP, 1, 1);
-    rows.lse_s = skl_output_contiguous(&out_s, 1, 1, 1);
-    skl_plan *const plan = test_plan(&problem, kernel, 1);
-    run_forward(plan, &inputs, &rows);
-    skl_plan_destroy(plan);
+/* The first heads of a teacher group ignore key 0 entirely and the last does not: with two keys and a group of three
+ * heads, P_0 is 1/6. The dimension is 1, so that keys are logits. */
+#define GROUP_OF_3 SHAPE(1, 1, 2), HEADS(3, 1), DIMS(1, 1), SCALES(1, 1), .without = ALL_GRADIENTS
+static const test_case partly_hidden[] = {
+    {"hidden from two heads", GROUP_OF_3},
+    {"hidden from two heads, reverse", GROUP_OF_3, REVERSE},
+    {"hidden from two heads, given LSE", GROUP_OF_3, .lse = LSE_GIVEN},
+    {"hidden from two heads, given LSE, reverse", GROUP_OF_3, .lse = LSE_GIVEN, REVERSE},
+};
 
-    const double p[KEYS] = {1.0 / 6, 5.0 / 6}, s = 0.5;
+static void hide_key_from_two_heads(fixture *f)
+{
+    tensor_set_all(&f->q_t, 1), tensor_set_all(&f->q_s, 1);
+    tensor_set_all(&f->k_t, 0), tensor_set_all(&f->k_s, 0);
+    tensor_set_all(&f->lse_t, 0);
+    if (f->lse_t.data)
+        tensor_set(&f->lse_t, 2, log(2));
+    tensor_set(&f->k_t, 0, -1e4), tensor_set(&f->k_t, 2, -1e4); /* the oracle's result is that of -inf */
+    fixture_solve(f);
+    tensor_set(&f->k_t, 0, -INFINITY), tensor_set(&f->k_t, 2, -INFINITY);
+    const double p[] = {1.0 / 6, 5.0 / 6}, s = 0.5;
     const double forward = p[0] * log(p[0] / s) + p[1] * log(p[1] / s);
     const double reverse = s * log(s / p[0]) + s * log(s / p[1]);
-    const double expected = direction == SKL_KL_FORWARD ? forward : reverse, tolerance = 1e-6;
-    if (!(fabs((double)kl - expected) < tolerance))
-        fail_msg("%s: KL %.9g, expected %.9g", kernel, (double)kl, expected);
-    assert_true(fabs((double)out_s - log(2)) < tolerance);
-    for (int h = 0; h < GROUP; h++)
-        assert_true(fabs((double)out_t[h] - (double)lse_t[h]) < tolerance);
-}
-
-static void test_the_last_head_of_a_group_sees_a_key(void **state)
-{
-    (void)state;
-    if (test_device() != SKL_CPU)
-        skip(); /* tensors on the stack */
-    for (int32_t k = 0; test_kernel(k); k++)
-        for (int given_lse = 0; given_lse < 2; given_lse++) {
-            check_group_with_hidden_key(SKL_KL_FORWARD, test_kernel(k), given_lse);
-            check_group_with_hidden_key(SKL_KL_REVERSE, test_kernel(k), given_lse);
-        }
-}
-
-/* No kernel sums a long row in f32 alone. Equal terms show the error of one long f32 sum: every addition rounds in
- * the same direction. */
-static void test_long_rows_of_equal_terms(void **state)
-{
-    (void)state;
-    if (test_device() != SKL_CPU)
-        skip();
-    enum { KEYS = 1 << 17 };
-    const double logit = -0.35, tolerance = 1e-4;
-    float *const keys = malloc(KEYS * sizeof *keys);
-    assert_non_null(keys);
-    for (int j = 0; j < KEYS; j++)
-        keys[j] = j == 0 ? 0.0F : (float)logit; /* the first is the maximum */
-    static const float one = 1.0F;
-    skl_problem problem = skl_problem_default();
-    problem.len_q = 1, problem.len_k = KEYS;
-    problem.dim_t = problem.dim_s = 1;
-    problem.scale_t = problem.scale_s = 1;
-    skl_inputs inputs = {.struct_size = sizeof inputs};
-    inputs.q_t = inputs.q_s = (skl_input){&one, 0, 0, 0};
-    inputs.k_t = inputs.k_s = skl_input_contiguous(keys, 1, KEYS, 1);
-    const double expected = log(1 + (KEYS - 1) * exp((double)(float)logit));
-    for (int32_t k = 0; test_kernel(k); k++) {
-        float lse_t = NAN, lse_s = NAN, kl = NAN;
-        skl_rows rows = {.struct_size = sizeof rows};
-        rows.kl = skl_output_contiguous(&kl, 1, 1, 1);
-        rows.lse_t = skl_output_contiguous(&lse_t, 1, 1, 1);
-        rows.lse_s = skl_output_contiguous(&lse_s, 1, 1, 1);
-        skl_plan *const plan = test_plan(&problem, test_kernel(k), 1);
-        run_forward(plan, &inputs, &rows);
-        skl_plan_destroy(plan);
-        if (!(fabs((double)lse_t - expected) < tolerance && fabs((double)lse_s - expected) < tolerance))
-            fail_msg("%s: LSEs %.9g and %.9g, expected %.9g", test_kernel(k), (double)lse_t, (double)lse_s, expected);
-        assert_true(kl == 0.0F);
-    }
-    free(keys);
+    assert_true(fabs(f->exact.kl[0] - (f->problem.direction == SKL_KL_FORWARD ? forward : reverse)) < 1e-6);
 }
 
 /* ---- Large counts ------------------------------------------------------------------------------------------ */
@@ -538,8 +473,8 @@ int main(void)
                .only_cpu = 1, .sample = 3),
         TRIALS(logits_of_indexers_that_overflow, overflows_of_indexers, .prepare = overflow_in_a,
                .check = check_overflow_in_a, .only_cpu = 1),
-        cmocka_unit_test(test_the_last_head_of_a_group_sees_a_key),
-        cmocka_unit_test(test_long_rows_of_equal_terms),
+        TRIALS(the_last_head_of_a_group_sees_a_key, partly_hidden, .prepare = hide_key_from_two_heads,
+               .check = check_oracle, .only_cpu = 1),
         TRIALS(more_than_65535_batches_and_heads, many_heads, WITH_ORACLE, .best_on_cpu = 1, .sample = 3),
         TRIALS(more_than_32768_rows_and_none, many_rows, WITH_ORACLE),
         TRIALS(strides_beyond_32_bits, far_strides, .check = check_far_strides),

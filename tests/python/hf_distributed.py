@@ -1,10 +1,8 @@
 """Distillation on several processes: run by test_hf_distributed.py with torchrun. Prints one line per case that works."""
 
-import sys
-
 import torch
 import torch.distributed as dist
-from hf_models import batch, gpt_oss, llama
+from hf_models import batch, gpt_oss, llama, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
 from streamkl.hf import AttentionDistiller
@@ -20,89 +18,65 @@ def shard(inputs):
     return {name: tensor.chunk(dist.get_world_size())[dist.get_rank()] for name, tensor in inputs.items()}
 
 
-def expected_gradients(make, steps=1):
-    """Of one process with the whole batch."""
-    teacher, student = models(make)
-    with AttentionDistiller(teacher, student) as distiller:
-        for _ in range(steps):
-            student.zero_grad()
-            student(**batch(size=4))
-            distiller.loss().backward()
-    return {name: p.grad for name, p in student.named_parameters() if p.grad is not None}
-
-
 def compare(student, make=llama):
-    for name, expected in expected_gradients(make).items():
+    """With the gradients of one process and the whole batch."""
+    teacher, whole = models(make)
+    loss_of(teacher, whole, batch(size=4)).backward()
+    for name, parameter in whole.named_parameters():
         gradient = student.get_parameter(name).grad
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-        torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        if parameter.grad is not None:
+            assert_close(name, gradient, parameter.grad)
+
+
+def assert_close(name, gradient, expected):
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}")
+
+
+def train(teacher, student, inputs, with_loss=False):
+    """Two steps; the student keeps the gradients of the second one."""
+    with AttentionDistiller(teacher, student) as distiller:
+        for _ in range(2):
+            student.zero_grad()
+            loss = student(**inputs, labels=inputs["input_ids"] if with_loss else None).loss
+            (distiller.loss() + (loss if with_loss else 0)).backward()
 
 
 def ddp():
     """The KL is the only loss: the language head and the last values receive no gradient."""
     teacher, student = models()
-    wrapped = DistributedDataParallel(student)
-    with AttentionDistiller(teacher, wrapped) as distiller:
-        for _ in range(2):
-            wrapped.zero_grad()
-            wrapped(**shard(batch(size=4)))
-            distiller.loss().backward()
+    train(teacher, DistributedDataParallel(student), shard(batch(size=4)))
     compare(student)
 
 
 def ddp_with_loss():
     teacher, student = models()
-    wrapped = DistributedDataParallel(student)
-    inputs = shard(batch(size=4))
-    with AttentionDistiller(teacher, wrapped) as distiller:
-        for _ in range(2):
-            loss = wrapped(**inputs, labels=inputs["input_ids"]).loss
-            (loss + distiller.loss()).backward()
+    train(teacher, DistributedDataParallel(student), shard(batch(size=4)), with_loss=True)
 
 
-def shard_parameters(*models):
-    """FSDP2: every layer, and the rest of each model."""
+def fsdp2(make=llama, sharded_teacher=False):
+    """Every layer, and the rest of each model."""
     from torch.distributed.fsdp import fully_shard
 
-    for model in models:
+    teacher, student = models(make)
+    if sharded_teacher:  # the student recomputes its layers in the backward
+        student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        student.train()
+    for model in (teacher, student) if sharded_teacher else (student,):
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
+    train(teacher, student, shard(batch(size=4)))
+    compare(student, make)
 
 
-def fsdp2():
-    teacher, student = models()
-    shard_parameters(student)
-    with AttentionDistiller(teacher, student) as distiller:
-        for _ in range(2):
-            student.zero_grad()
-            student(**shard(batch(size=4)))
-            distiller.loss().backward()
-    compare(student)
+def fsdp2_both():
+    fsdp2(sharded_teacher=True)
 
 
 def fsdp2_sinks():
     """The sinks are parameters, which FSDP frees after the forward of their layer."""
-    teacher, student = models(gpt_oss)
-    shard_parameters(teacher, student)
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**shard(batch(size=4)))
-        distiller.loss().backward()
-    compare(student, gpt_oss)
-
-
-def fsdp2_both():
-    """Sharded teacher and student; the student recomputes its layers in the backward."""
-    teacher, student = models()
-    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    student.train()
-    shard_parameters(teacher, student)
-    with AttentionDistiller(teacher, student) as distiller:
-        for _ in range(2):
-            student.zero_grad()
-            student(**shard(batch(size=4)))
-            distiller.loss().backward()
-    compare(student)
+    fsdp2(gpt_oss, sharded_teacher=True)
 
 
 def accelerate_loop():
@@ -160,18 +134,14 @@ def context_inputs():
 def check_context_parallel(student, loss, tokens, positions):
     """Loss and averaged gradients are those of one process with whole sequences."""
     teacher_whole, student_whole = models()
-    with AttentionDistiller(teacher_whole, student_whole) as distiller:
-        student_whole(input_ids=tokens, position_ids=positions)
-        expected = distiller.loss()
-        expected.backward()
+    expected = loss_of(teacher_whole, student_whole, dict(input_ids=tokens, position_ids=positions))
+    expected.backward()
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
     for name, parameter in student_whole.named_parameters():
         gradient = student.get_parameter(name).grad
         if parameter.grad is not None and gradient is not None:
             dist.all_reduce(gradient)
-            torch.testing.assert_close(
-                gradient / dist.get_world_size(), parameter.grad, rtol=1e-3, atol=1e-6, msg=lambda text: f"{name}: {text}"
-            )
+            assert_close(name, gradient / dist.get_world_size(), parameter.grad)
 
 
 def context_parallel_group():
@@ -240,11 +210,10 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in CASES:
-        if case.__name__ in sys.argv[1:]:
-            case()
-            dist.barrier()
-            if dist.get_rank() == 0:
-                print(f"{case.__name__} works", flush=True)
+        case()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{case.__name__} works", flush=True)
     dist.destroy_process_group()
 
 

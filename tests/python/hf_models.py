@@ -6,6 +6,8 @@ from transformers import (
     GptOssForCausalLM, Llama4ForCausalLM, Llama4TextConfig, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration,
 )  # fmt: skip
 
+from streamkl.hf import AttentionDistiller
+
 
 def _sharpen(model, factor):
     """Random models of this size attend almost uniformly: scale the weights, so that the KL is not 0."""
@@ -91,8 +93,18 @@ def batch(padding="none", size=3, length=17, seed=0):
     )
 
 
-def kl_from_attentions(teacher, student, inputs, pairs):
-    """Mean over pairs {student layer: teacher layer} of the mean KL over heads and rows that are not padding."""
+def loss_of(teacher, student, inputs, **options):
+    """The attention KL of one forward; `options` are those of the distiller."""
+    with AttentionDistiller(teacher, student, **options) as distiller:
+        student(**inputs)
+        return distiller.loss()
+
+
+def kl_from_attentions(teacher, student, inputs, pairs, heads=None):
+    """Mean over pairs {student layer: teacher layer} of the mean KL over heads and rows that are not padding.
+
+    `heads`: {student head: teacher head}; None: all student heads, each with the mean of its teacher heads.
+    """
     before = [model.config._attn_implementation for model in (teacher, student)]
     for model in teacher, student:
         model.set_attn_implementation("eager")
@@ -103,8 +115,8 @@ def kl_from_attentions(teacher, student, inputs, pairs):
         model.set_attn_implementation(implementation)
     losses = []
     for i, j in pairs.items():
-        s = students[i]
-        p = teachers[j].unflatten(1, (s.shape[1], -1)).mean(2)
+        s, p = (students[i], teachers[j]) if heads is None else (students[i][:, list(heads)], teachers[j][:, list(heads.values())])
+        p = p.unflatten(1, (s.shape[1], -1)).mean(2)
         terms = torch.where(p > 0, p * (torch.log(p.clamp_min(1e-38)) - torch.log(s.clamp_min(1e-38))), 0.0)
         kept = inputs["attention_mask"].bool()[:, None].expand(s.shape[:3])
         losses.append(terms.sum(-1)[kept].mean())

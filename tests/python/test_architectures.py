@@ -4,24 +4,18 @@ Loss and gradients are compared with those of the float64 attention weights that
 architectures runs by default, all of them with STREAMKL_TEST_LONG=1.
 """
 
-import os
 from pathlib import Path
 
+import hf_architectures as architectures
 import pytest
-import torch
-
-transformers = pytest.importorskip("transformers")
-
-import hf_architectures as architectures  # noqa: E402
+import transformers
+from cases import LONG
 
 SAMPLE = (
     "LlamaForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM", "GptOssForCausalLM", "DiffLlamaForCausalLM", "DogeForCausalLM",
     "AfmoeForCausalLM", "BloomForCausalLM", "ModernBertForMaskedLM", "AlbertForMaskedLM", "BartForConditionalGeneration",
     "T5ForConditionalGeneration",
 )  # fmt: skip
-LONG = os.environ.get("STREAMKL_TEST_LONG") == "1"
-
-
 PAGE = (Path(__file__).parents[2] / "docs/guide/architectures.md").read_text()
 
 

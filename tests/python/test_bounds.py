@@ -1,4 +1,7 @@
-"""Row bounds: a key range per row, alone, with other masks, and as the masks that they stand for."""
+"""Row bounds: a key range per row, alone and with other masks.
+
+The masks that bounds stand for (zigzag shards, chunks, compressed keys, sampled rows) are in tests/cases.c.
+"""
 
 import pytest
 import torch
@@ -48,78 +51,6 @@ def test_row_weights_of_empty_rows_do_not_count():
     options = dict(row_weight=torch.rand(2, 21), **bounds_of([(21, 33)] * 2, False))
     exact = reference.attention_kl(*(tensor.detach().double() for tensor in tensors), **options)
     assert_near("loss", streamkl.attention_kl(*tensors, **options), exact, torch.float32)
-
-
-def shards(rank, ranks, length):
-    """Positions of a zigzag shard: chunk `rank` and chunk 2 ranks - 1 - rank of 2 ranks chunks."""
-    chunks = torch.arange(length).chunk(2 * ranks)
-    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]])
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_zigzag_shards_are_rows_of_the_whole(ranks):
-    tensors = [tensor.detach() for tensor in make_tensors(len_q=64, len_k=64)]
-    whole = streamkl.attention_kl(*tensors, causal=True, reduction="none")
-    for rank in range(ranks):
-        rows = shards(rank, ranks, 64)
-        q_t, k_t, q_s, k_s = tensors
-        part = streamkl.attention_kl(
-            q_t[:, rows], k_t, q_s[:, rows], k_s, key_end=(rows + 1).expand(2, -1), reduction="none"
-        )
-        assert_near(f"rank {rank}", part, whole[..., rows].double(), torch.float32)
-
-
-def test_packed_shards_are_rows_of_the_whole():
-    """Zigzag in every sequence of a packed batch."""
-    lengths, tensors = [16, 48], [tensor.detach() for tensor in make_tensors(len_q=64, len_k=64, packed=True)]
-    cu_seqlens = torch.tensor([0, 16, 64])
-    whole = streamkl.attention_kl(*tensors, causal=True, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, reduction="none")
-    for rank in range(2):
-        positions = [shards(rank, 2, length) for length in lengths]
-        rows = torch.cat([positions[0], positions[1] + 16])
-        q_t, k_t, q_s, k_s = tensors
-        part = streamkl.attention_kl(
-            q_t[rows], k_t, q_s[rows], k_s, key_end=torch.cat(positions) + 1, reduction="none",
-            cu_seqlens_q=torch.tensor([0, 8, 32]), cu_seqlens_k=cu_seqlens,
-        )  # fmt: skip
-        assert_near(f"rank {rank}", part, whole[..., rows].double(), torch.float32)
-
-
-def test_chunked_attention_is_attention_in_every_chunk():
-    tensors = [tensor.detach() for tensor in make_tensors(len_q=64, len_k=64)]
-    positions = torch.arange(64)
-    chunked = streamkl.attention_kl(
-        *tensors, causal=True, key_begin=(positions // 16 * 16).expand(2, -1), reduction="none"
-    )
-    for first in range(0, 64, 16):
-        part = streamkl.attention_kl(*(tensor[:, first : first + 16] for tensor in tensors), causal=True, reduction="none")
-        assert_near(f"chunk {first}", chunked[..., first : first + 16], part.double(), torch.float32)
-
-
-def test_compressed_keys_are_a_mask():
-    """One key for four positions, visible to the queries after its last one."""
-    tensors = [tensor.detach() for tensor in make_tensors(len_q=64, len_k=16)]
-    visible = (torch.arange(64) + 1) // 4
-    loss = streamkl.attention_kl(*tensors, key_end=visible.expand(2, -1), reduction="none")
-    assert (loss[..., :3] == 0).all()
-    for i in (3, 7, 40, 63):
-        q_t, k_t, q_s, k_s = tensors
-        keys = int(visible[i])
-        row = streamkl.attention_kl(q_t[:, i : i + 1], k_t[:, :keys], q_s[:, i : i + 1], k_s[:, :keys], reduction="none")
-        assert_near(f"row {i}", loss[..., i : i + 1], row.double(), torch.float32)
-
-
-def test_sampled_rows_estimate_the_gradient_of_all_rows():
-    """Every eighth row in turn: the mean of the estimates is the whole."""
-    q_t, k_t, q_s, k_s = make_tensors(len_q=64, len_k=64)
-    whole = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, reduction="sum")
-    expected = torch.autograd.grad(whole, k_s)[0]
-    total = torch.zeros_like(expected)
-    for first in range(8):
-        rows = torch.arange(first, 64, 8)
-        part = streamkl.attention_kl(q_t[:, rows], k_t, q_s[:, rows], k_s, key_end=(rows + 1).expand(2, -1), reduction="sum")
-        total += torch.autograd.grad(part, k_s)[0]
-    assert_near("dk_s", total, expected.double(), torch.float32)
 
 
 @pytest.mark.parametrize("top_k", [0, 9])

@@ -8,20 +8,16 @@ import browser
 import numpy as np
 import pytest
 import torch
+from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights
+from hf_models import bert, kl_from_attentions
+from transformers import AutoModel, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights  # noqa: E402
-from hf_models import bert, kl_from_attentions  # noqa: E402
-from transformers import AutoModel, LlamaForCausalLM  # noqa: E402
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
-
-from streamkl.distill import _data as data  # noqa: E402
-from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches  # noqa: E402
-from streamkl.distill._options import Options, UserError, read_toml  # noqa: E402
-from streamkl.distill._student import load_student, load_teacher  # noqa: E402
-from streamkl.distill.cli import main  # noqa: E402
+from streamkl.distill import _data as data
+from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
+from streamkl.distill._options import Options, UserError, read_toml
+from streamkl.distill._student import load_student, load_teacher
+from streamkl.distill.cli import main
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from cases import LONG  # noqa: E402
-from distill_cases import arguments, make_teacher, run, weights  # noqa: E402
+from cases import LONG
+from distill_cases import arguments, make_teacher, run, weights
 
 OPTIONS = dict(steps=4, needles=0, eval_sequences=1, checkpoint_every=0)
 

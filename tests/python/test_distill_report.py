@@ -4,11 +4,7 @@ import re
 
 import browser
 import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from distill_cases import make_teacher, run  # noqa: E402
+from distill_cases import make_teacher, run
 
 
 @pytest.fixture(scope="module")

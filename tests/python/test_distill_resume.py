@@ -10,16 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import LONG
+from distill_cases import arguments, evaluation, make_teacher, run, same
+from hf_models import bert
 
-pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from cases import LONG  # noqa: E402
-from distill_cases import arguments, evaluation, make_teacher, run, same  # noqa: E402
-from hf_models import bert  # noqa: E402
-
-from streamkl.distill import _checkpoint as checkpoints  # noqa: E402
-from streamkl.distill import _loop as loop  # noqa: E402
+from streamkl.distill import _checkpoint as checkpoints
+from streamkl.distill import _loop as loop
 
 FAST = dict(needles=0, eval_sequences=1)
 

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
+import transformers
+from hf_models import batch, bert, gemma2, kl_from_attentions, llama, loss_of
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import batch, bert, gemma2, kl_from_attentions, llama  # noqa: E402
-
-from streamkl.hf import AttentionDistiller  # noqa: E402
-from streamkl.hf._capture import Recorder  # noqa: E402
+from streamkl.hf import AttentionDistiller
+from streamkl.hf._capture import Recorder
 
 PAIRS = {
     "llama sdpa": (lambda: llama(4, 8, 4, 64), lambda: llama(2, 4, 2), {0: 1, 1: 3}),
@@ -70,49 +68,26 @@ def test_lses_lead_to_one_pass(monkeypatch):
 
 
 def test_head_map():
-    torch.manual_seed(0)
     teacher, student, inputs = llama(2, 6, 3, 48).eval(), llama(2, 4, 2).eval(), batch("left")
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**inputs)
-        with pytest.raises(ValueError, match="6 heads are not a multiple of 4: pass a head_map"):
-            distiller.loss()
+    with pytest.raises(ValueError, match="6 heads are not a multiple of 4: pass a head_map"):
+        loss_of(teacher, student, inputs)
     for head_map in ([5, 0, 2, 2], {3: 1, 0: 4}):
-        chosen = dict(enumerate(head_map)) if isinstance(head_map, list) else head_map
-        with AttentionDistiller(teacher, student, layer_map=[1, 0], head_map=head_map) as distiller:
-            student(**inputs)
-            loss = distiller.loss()
-        expected = []
-        for model in teacher, student:
-            model.set_attn_implementation("eager")
-        p, s = (model(**inputs, output_attentions=True).attentions for model in (teacher, student))
-        for model in teacher, student:
-            model.set_attn_implementation("sdpa")
-        kept = inputs["attention_mask"].bool()
-        for i, j in enumerate([1, 0]):
-            for head_s, head_t in chosen.items():
-                a, b = p[j][:, head_t], s[i][:, head_s]
-                terms = torch.where(a > 0, a * (a.clamp_min(1e-38).log() - b.clamp_min(1e-38).log()), 0.0)
-                expected.append(terms.sum(-1)[kept].mean())
-        torch.testing.assert_close(loss, torch.stack(expected).mean(), rtol=1e-4, atol=1e-6)
+        heads = dict(enumerate(head_map)) if isinstance(head_map, list) else head_map
+        loss = loss_of(teacher, student, inputs, layer_map=[1, 0], head_map=head_map)
+        expected = kl_from_attentions(teacher, student, inputs, {0: 1, 1: 0}, heads)
+        torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_windows_of_different_width():
     """The KL covers the keys visible to both: it equals that of a teacher with the narrower window."""
-    torch.manual_seed(0)
     wide, student, inputs = gemma2(2, window=9), gemma2(2, window=4), batch()
     narrow = gemma2(2, window=4)
     narrow.load_state_dict(wide.state_dict())
-    losses = []
-    for teacher in wide, narrow:
-        with AttentionDistiller(teacher, student, layer_map={0: 0}) as distiller:
-            student(**inputs)
-            losses.append(distiller.loss())
-    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(loss_of(teacher, student, inputs, layer_map={0: 0}) for teacher in (wide, narrow)))
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_recomputation_of_checkpointing_is_not_captured(implementation):
-    torch.manual_seed(0)
     teacher, student, inputs = (
         llama(implementation=implementation),
         llama(implementation=implementation),
@@ -136,7 +111,6 @@ def test_recomputation_of_checkpointing_is_not_captured(implementation):
 
 
 def test_eval_mode_and_no_grad():
-    torch.manual_seed(0)
     teacher, student, inputs = llama(), llama().eval(), batch()
     with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
         student(**inputs)
@@ -146,7 +120,6 @@ def test_eval_mode_and_no_grad():
 
 
 def test_captures_nothing_when_detached():
-    torch.manual_seed(0)
     teacher, student, inputs = llama(), llama(implementation="eager"), batch()
     before = student(**inputs).logits
     distiller = AttentionDistiller(teacher, student)
@@ -164,7 +137,6 @@ def test_captures_nothing_when_detached():
 
 
 def test_teacher_runs_once_per_loss():
-    torch.manual_seed(0)
     teacher, student, inputs = llama(), llama(), batch()
     runs = []
     teacher.register_forward_hook(lambda *_: runs.append(1))
@@ -182,7 +154,6 @@ def test_teacher_runs_once_per_loss():
 
 
 def test_the_latest_forward_counts():
-    torch.manual_seed(0)
     teacher, student = llama(), llama()
     with AttentionDistiller(teacher, student) as distiller:
         student(**batch(seed=1))
@@ -193,31 +164,20 @@ def test_the_latest_forward_counts():
 
 
 def test_models_that_share_a_config():
-    torch.manual_seed(0)
     teacher = llama()
     student = transformers.LlamaForCausalLM(teacher.config)
     assert student.config is teacher.config
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**batch())
-        assert distiller.loss() > 0
+    assert loss_of(teacher, student, batch()) > 0
     assert teacher.config._attn_implementation == "sdpa"
 
 
 def test_unsupported_cases_are_errors():
-    torch.manual_seed(0)
-    teacher, student, inputs = llama(), llama(), batch()
-    with AttentionDistiller(bert(), student) as distiller:
-        student(**inputs)
-        with pytest.raises(
-            ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"
-        ):
-            distiller.loss()
-    with AttentionDistiller(teacher, student) as distiller:
-        student(input_ids=inputs["input_ids"], attention_mask=torch.ones(3, 1, 17, 17).tril().bool())
-        with pytest.raises(
-            ValueError, match=r"layer 0 \(model.layers.0.self_attn\) receives an attention mask \[3, 1, 17, 17\]"
-        ):
-            distiller.loss()
+    student, inputs = llama(), batch()
+    with pytest.raises(ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"):
+        loss_of(bert(), student, inputs)
+    inputs["attention_mask"] = torch.ones(3, 1, 17, 17).tril().bool()
+    with pytest.raises(ValueError, match=r"layer 0 \(model.layers.0.self_attn\) receives an attention mask \[3, 1, 17, 17\]"):
+        loss_of(llama(), student, inputs)
 
 
 @pytest.mark.parametrize("name", ["layer_map", "head_map"])

@@ -1,20 +1,15 @@
 """An attached model runs the attention that it had: the same bits, and the same graphs of torch.compile."""
 
-import os
-
 import pytest
 import torch
+from cases import LONG
+from hf_models import batch, bert, gemma2, llama
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import batch, bert, gemma2, llama  # noqa: E402
-
-from streamkl.hf import AttentionDistiller  # noqa: E402
+from streamkl.hf import AttentionDistiller
 
 
 @pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+def reset():
     torch._dynamo.reset()
 
 
@@ -46,9 +41,6 @@ def test_same_bits(name, padding, autocast):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
             assert distiller.loss() > 0
     assert all(map(torch.equal, alone, attached))
-
-
-LONG = os.environ.get("STREAMKL_TEST_LONG") == "1"
 
 
 @pytest.mark.parametrize(

@@ -6,24 +6,10 @@ import subprocess
 
 import pytest
 import torch
+import transformers
+from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama, loss_of
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama  # noqa: E402
-
-import streamkl  # noqa: E402
-from streamkl.hf import AttentionDistiller, capture, compare, save_pair  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def loss_of(teacher, student, inputs, **options):
-    with AttentionDistiller(teacher, student, **options) as distiller:
-        student(**inputs)
-        return distiller.loss()
+from streamkl.hf import AttentionDistiller, capture, compare, save_pair
 
 
 # ---- Looking at models -----------------------------------------------------------------------------------------------
@@ -193,11 +179,16 @@ def test_packed_sequences(make, implementation):
     loss.backward()
     gradient = student.model.layers[0].self_attn.q_proj.weight.grad.clone()
     student.zero_grad()
-    single = [loss_of(teacher, student, dict(input_ids=part, use_cache=False)) for part in ids.split(LENGTHS, 1)]
-    expected = sum(each * length for each, length in zip(single, LENGTHS)) / sum(LENGTHS)
+    expected = loss_of_parts(teacher, student, ids.split(LENGTHS, 1))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-6)
     expected.backward()
     torch.testing.assert_close(student.model.layers[0].self_attn.q_proj.weight.grad, gradient, rtol=1e-3, atol=1e-6)
+
+
+def loss_of_parts(teacher, student, parts):
+    """The mean over all rows of the losses of single sequences."""
+    losses = [loss_of(teacher, student, dict(input_ids=part, use_cache=False)) for part in parts]
+    return sum(loss * part.shape[1] for loss, part in zip(losses, parts)) / sum(part.shape[1] for part in parts)
 
 
 def test_flattening_collator():
@@ -207,7 +198,5 @@ def test_flattening_collator():
     assert "cu_seq_lens_q" in inputs
     teacher, student = llama(), llama()
     found = loss_of(teacher, student, dict(inputs, use_cache=False))
-    single = [loss_of(teacher, student, dict(input_ids=part[None])) for part in parts]
-    expected = sum(each * length for each, length in zip(single, LENGTHS)) / sum(LENGTHS)
+    expected = loss_of_parts(teacher, student, [part[None] for part in parts])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert streamkl.hf.AttentionDistiller is AttentionDistiller

@@ -4,17 +4,10 @@ import copy
 
 import pytest
 import torch
+import transformers
+from hf_models import batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import batch, bert, gemma2, kl_from_attentions, llama, llama4, t5  # noqa: E402
-
-from streamkl.hf import AttentionDistiller  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+from streamkl.hf import AttentionDistiller
 
 
 # ---- A KL that trains nothing ----------------------------------------------------------------------------------------
@@ -127,23 +120,16 @@ def test_a_larger_vocabulary_of_the_student():
 
 def test_position_bias_is_refused():
     teacher, student, inputs = t5(), t5(), batch()
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**inputs, decoder_input_ids=inputs["input_ids"])
-        with pytest.raises(
-            ValueError, match=r"layer 2 \(decoder.*SelfAttention\) adds a bias to its logits \(position_bias\)"
-        ):
-            distiller.loss()
+    with pytest.raises(ValueError, match=r"layer 2 \(decoder.*SelfAttention\) adds a bias to its logits \(position_bias\)"):
+        loss_of(teacher, student, dict(inputs, decoder_input_ids=inputs["input_ids"]))
 
 
 def test_attention_that_differs_from_its_arguments_is_refused():
     """The first call of a layer is compared with its output: here another scale than the one that it is called with."""
     transformers.AttentionInterface.register("sharper", _sharper)
     transformers.AttentionMaskInterface.register("sharper", transformers.masking_utils.sdpa_mask)
-    student = llama(implementation="sharper")
-    with AttentionDistiller(llama(), student) as distiller:
-        student(**batch())
-        with pytest.raises(ValueError, match=r"student: layer 0 .* does not compute softmax\(q k\) v over the keys"):
-            distiller.loss()
+    with pytest.raises(ValueError, match=r"student: layer 0 .* does not compute softmax\(q k\) v over the keys"):
+        loss_of(llama(), llama(implementation="sharper"), batch())
 
 
 def _sharper(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -161,22 +147,16 @@ def test_a_hole_in_the_mask():
     inputs["attention_mask"][0, 6:9] = 0
     for model in llama, gemma2:
         teacher, student = model().eval(), model().eval()
-        with AttentionDistiller(teacher, student) as distiller:
-            student(**inputs)
-            torch.testing.assert_close(
-                distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6
-            )
+        expected = kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1})
+        torch.testing.assert_close(loss_of(teacher, student, inputs), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
 def test_chunks(padding):
     """Chunks count from the first token that is not padding."""
     teacher, student, inputs = llama4().eval(), llama4().eval(), batch(padding)
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**inputs)
-        torch.testing.assert_close(
-            distiller.loss(), kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1}), rtol=1e-4, atol=1e-6
-        )
+    expected = kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1})
+    torch.testing.assert_close(loss_of(teacher, student, inputs), expected, rtol=1e-4, atol=1e-6)
 
 
 # ---- Models and distillers -----------------------------------------------------------------------------------------
@@ -184,11 +164,7 @@ def test_chunks(padding):
 
 def test_several_distillers_share_models():
     teachers, student, inputs = [llama(), llama()], llama(), batch("right")
-    alone = []
-    for teacher in teachers:
-        with AttentionDistiller(teacher, student) as distiller:
-            student(**inputs)
-            alone.append(distiller.loss())
+    alone = [loss_of(teacher, student, inputs) for teacher in teachers]
     with AttentionDistiller(teachers[0], student) as one, AttentionDistiller(teachers[1], student) as two:
         student(**inputs)
         assert torch.equal(one.loss(), alone[0]) and torch.equal(two.loss(), alone[1])
@@ -225,18 +201,14 @@ def test_a_copy_of_an_attached_model(tmp_path):
     assert torch.equal(copied(**inputs).logits, expected)
     assert torch.equal(torch.load(tmp_path / "student.pt", weights_only=False)(**inputs).logits, expected)
     assert "streamkl" not in (tmp_path / "saved/config.json").read_text()
-    with AttentionDistiller(copied, student) as distiller:
-        student(**inputs)
-        assert distiller.loss().abs() < 1e-6
+    assert loss_of(copied, student, inputs).abs() < 1e-6
     assert copied.config._attn_implementation == "sdpa"
 
 
 def test_wrapped_models():
     peft = pytest.importorskip("peft")
     teacher, student, inputs = llama(), llama(), batch()
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**inputs)
-        expected = distiller.loss()
+    expected = loss_of(teacher, student, inputs)
     adapted = peft.get_peft_model(copy.deepcopy(student), peft.LoraConfig(target_modules=["q_proj"], r=2))
     wrapped = torch.nn.Module()
     wrapped.module, wrapped.forward = student, student.forward
@@ -288,10 +260,8 @@ def test_options_are_checked_at_construction(options, message):
 
 
 def test_other_attention_is_named():
-    with AttentionDistiller(bert(), bert(), attention="cross") as distiller:
-        distiller.student.model(**batch())
-        with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: self"):
-            distiller.loss()
+    with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: self"):
+        loss_of(bert(), bert(), batch(), attention="cross")
 
 
 # ---- A KL of shards --------------------------------------------------------------------------------------------------

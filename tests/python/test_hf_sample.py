@@ -1,22 +1,11 @@
 """sample_rows: a loss on random query rows, whose mean over all draws is that of all rows."""
 
-import os
-
 import pytest
 import torch
+from cases import LONG
+from hf_models import bart, batch, bert, gemma2, gpt_oss, llama, llama4
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import bart, batch, bert, gemma2, gpt_oss, llama, llama4  # noqa: E402
-
-from streamkl.hf import AttentionDistiller, _pairs  # noqa: E402
-
-LONG = os.environ.get("STREAMKL_TEST_LONG") == "1"
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+from streamkl.hf import AttentionDistiller, _pairs
 
 
 def packed(model):

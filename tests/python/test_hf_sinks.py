@@ -4,17 +4,9 @@ import copy
 
 import pytest
 import torch
+from hf_models import batch, gpt_oss, llama, loss_of
 
-transformers = pytest.importorskip("transformers")
-
-from hf_models import batch, gpt_oss, llama  # noqa: E402
-
-from streamkl.hf import AttentionDistiller, capture, compare, save_pair  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+from streamkl.hf import AttentionDistiller, capture, compare, save_pair
 
 
 def weights_of(model, inputs):
@@ -63,9 +55,7 @@ def assert_equal(loss, student, wanted):
 )
 def test_equals_the_attention_weights(heads_t, direction, head_map, padding):
     teacher, student, inputs = gpt_oss(heads=heads_t), gpt_oss(), batch(padding)
-    with AttentionDistiller(teacher, student, direction=direction, head_map=head_map) as distiller:
-        student(**inputs)
-        loss = distiller.loss()
+    loss = loss_of(teacher, student, inputs, direction=direction, head_map=head_map)
     assert_equal(loss, student, expected(teacher, student, inputs, direction, heads=head_map))
     assert all(layer.self_attn.sinks.grad.abs().max() > 0 for layer in student.model.layers)
     assert all(parameter.grad is None for parameter in teacher.parameters())
@@ -77,18 +67,15 @@ def test_a_sink_that_takes_everything_counts():
     with torch.no_grad():
         for layer in student.model.layers:
             layer.self_attn.sinks.fill_(60.0)
-    with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
-        student(**inputs)
-        assert distiller.loss() > 10
+    with torch.no_grad():
+        assert loss_of(teacher, student, inputs) > 10
 
 
 def test_only_the_sinks_train():
     teacher, student, inputs = gpt_oss(), gpt_oss().requires_grad_(False), batch()
     for layer in student.model.layers:
         layer.self_attn.sinks.requires_grad_(True)
-    with AttentionDistiller(teacher, student) as distiller:
-        student(**inputs)
-        distiller.loss().backward()
+    loss_of(teacher, student, inputs).backward()
     assert all(layer.self_attn.sinks.grad.abs().max() > 0 for layer in student.model.layers)
 
 
@@ -99,10 +86,7 @@ def test_checkpointing_and_temperature():
     for checkpointing in False, True:
         if checkpointing:
             student.gradient_checkpointing_enable()
-        with AttentionDistiller(teacher, student, temperature=2.0) as distiller:
-            student(**inputs, use_cache=False)
-            loss = distiller.loss()
-        loss.backward()
+        loss_of(teacher, student, dict(inputs, use_cache=False), temperature=2.0).backward()
         gradients.append([layer.self_attn.sinks.grad for layer in student.model.layers])
         student.zero_grad()
     assert all(torch.equal(*pair) for pair in zip(*gradients))
@@ -130,9 +114,7 @@ def test_sinks_on_one_side():
 
 def test_the_conditional_distribution_on_the_keys():
     teacher, student, inputs = gpt_oss(), gpt_oss(), batch("right")
-    with AttentionDistiller(teacher, student, sinks="keys only") as distiller:
-        student(**inputs)
-        loss = distiller.loss()
+    loss = loss_of(teacher, student, inputs, sinks="keys only")
     assert_equal(loss, student, expected(teacher, student, inputs, keys_only=True))
 
 
@@ -154,7 +136,5 @@ def test_choices_are_checked():
     with pytest.raises(ValueError, match="sinks='none': must be 'both' or 'keys only'"):
         AttentionDistiller(llama(), llama(), sinks="none")
     teacher, student = gpt_oss(heads=8), gpt_oss()
-    with AttentionDistiller(teacher, student, direction="reverse") as distiller:
-        student(**batch())
-        with pytest.raises(ValueError, match="sinks"):
-            distiller.loss()
+    with pytest.raises(ValueError, match="sinks"):
+        loss_of(teacher, student, batch(), direction="reverse")

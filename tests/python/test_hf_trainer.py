@@ -1,24 +1,13 @@
 """DistillationMixin with the trainers of transformers and TRL."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from hf_models import batch, llama
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
-
-from hf_models import batch, llama  # noqa: E402
-
-from streamkl.hf import AttentionDistiller, DistillationMixin, DistillationTrainer  # noqa: E402
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+from streamkl.hf import AttentionDistiller, DistillationMixin, DistillationTrainer
 
 
 def dataset(size=16, length=12):
