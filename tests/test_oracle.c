@@ -220,30 +220,21 @@ static void test_two_keys_wider_lse(void **state)
 static void test_two_keys_and_a_sink(void **state)
 {
     (void)state;
-    const float k_t[] = {0, 1}, k_s[] = {0, 0}, one = 1, sink_t = 2, sink_s = 1;
-    skl_problem p = skl_problem_default();
-    p.len_q = 1, p.len_k = 2, p.dim_t = p.dim_s = 1, p.scale_t = p.scale_s = 1, p.sinks = 1;
-    p.gradients = SKL_DQ_T | SKL_DQ_S | SKL_DSINK_T | SKL_DSINK_S;
-    const skl_inputs inputs = {.q_t = skl_input_contiguous(&one, 1, 1, 1),
-                               .k_t = skl_input_contiguous(k_t, 1, 2, 1),
-                               .q_s = skl_input_contiguous(&one, 1, 1, 1),
-                               .k_s = skl_input_contiguous(k_s, 1, 2, 1),
-                               .sink_t = &sink_t,
-                               .sink_s = &sink_s};
-    oracle_result result = oracle_run(&p, &inputs);
-    const double x[] = {0, 1, 2}, y[] = {0, 0, 1};
-    double z_t = 0, z_s = 0, kl = 0;
-    for (int j = 0; j < 3; j++)
-        z_t += exp(x[j]), z_s += exp(y[j]);
-    for (int j = 0; j < 3; j++)
-        kl += exp(x[j]) / z_t * (x[j] - log(z_t) - y[j] + log(z_s));
-    const double p_sink = exp(2.0) / z_t, s_sink = exp(1.0) / z_s;
-    assert_near(result.kl[0], kl);
-    assert_near(result.lse_t[0], log(z_t));
-    assert_near(result.lse_s[0], log(z_s));
-    assert_near(result.dsink_s[0], s_sink - p_sink);
-    assert_near(result.dsink_t[0], p_sink * (log(p_sink / s_sink) - kl));
-    oracle_free(&result);
+    const float sink_t = 2, sink_s = 1;
+    two_keys t;
+    two_keys_init(&t, 1, 1, 0, 0);
+    t.problem.sinks = 1, t.inputs.sink_t = &sink_t, t.inputs.sink_s = &sink_s;
+    t.problem.gradients |= SKL_DSINK_T | SKL_DSINK_S;
+    oracle_result r = oracle_run(&t.problem, &t.inputs);
+    const double z_t = 1 + exp(1.0) + exp(2.0), z_s = 2 + exp(1.0), p_sink = exp(2.0) / z_t, s_sink = exp(1.0) / z_s;
+    const double kl =
+        (exp(1.0) + exp(2.0)) / z_t - log(z_t) + log(z_s); /* x - y is 1 at the first key and the sink */
+    assert_near(r.kl[0], kl);
+    assert_near(r.lse_t[0], log(z_t));
+    assert_near(r.lse_s[0], log(z_s));
+    assert_near(r.dsink_s[0], s_sink - p_sink);
+    assert_near(r.dsink_t[0], p_sink * (log(p_sink / s_sink) - kl));
+    oracle_free(&r);
 }
 
 static void test_two_keys_softcap(void **state)

@@ -231,30 +231,30 @@ static skl_status create(const skl_options *options)
     return status;
 }
 
+#define SET_OPTION(member, to) SET_IN(skl_options, member, to)
+static const struct {
+    skl_status status;
+    const char *message;
+    edit edit;
+} option_rules[] = {
+    {SKL_ERROR_ARGUMENT, "options.struct_size=1: must be ", SET_OPTION(struct_size, 1)},
+    {SKL_ERROR_ARGUMENT, "threads=-1: must be 0..1024", SET_OPTION(threads, -1)},
+    {SKL_ERROR_ARGUMENT, "threads=1025: must be 0..1024", SET_OPTION(threads, 1025)},
+    {SKL_ERROR_ARGUMENT, "options.deterministic=2: must be 0 or 1", SET_OPTION(deterministic, 2)},
+    {SKL_ERROR_UNSUPPORTED, "device=7: ", SET_OPTION(device, 7)},
+};
+
 static void test_rules_of_options(void **state)
 {
     (void)state;
-    skl_options options = skl_options_default();
-    options.struct_size = 1;
-    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "options.struct_size=1: must be ");
-
-    options = skl_options_default();
-    options.threads = -1;
-    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "threads=-1: must be 0..1024");
-    options.threads = 1025;
-    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "threads=1025: must be 0..1024");
-
-    options = skl_options_default();
-    options.deterministic = 2;
-    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "options.deterministic=2: must be 0 or 1");
-
-    options = skl_options_default();
-    options.kernel = "no_such_kernel";
-    assert_refused(create(&options), SKL_ERROR_ARGUMENT, "kernel=no_such_kernel: no CPU kernel has this name");
-
-    options = skl_options_default();
-    options.device = (skl_device)7;
-    assert_refused(create(&options), SKL_ERROR_UNSUPPORTED, "device=7: ");
+    for (size_t n = 0; n < COUNT_OF(option_rules); n++) {
+        skl_options options = skl_options_default();
+        edit_apply(&options, &option_rules[n].edit, 1);
+        assert_refused(create(&options), option_rules[n].status, option_rules[n].message);
+    }
+    skl_options unknown = skl_options_default();
+    unknown.kernel = "no_such_kernel";
+    assert_refused(create(&unknown), SKL_ERROR_ARGUMENT, "kernel=no_such_kernel: no CPU kernel has this name");
 }
 
 /* A kernel of this build that this machine cannot run is refused by name, or because there is no GPU. */
@@ -364,12 +364,10 @@ static void test_version_status_names_and_kernels(void **state)
     assert_true(strlen(skl_build_info()) > 0);
     assert_null(strchr(skl_build_info(), '\n'));
     assert_non_null(skl_cpu_features());
-    assert_string_equal(skl_status_name(SKL_OK), "SKL_OK");
-    assert_string_equal(skl_status_name(SKL_ERROR_ARGUMENT), "SKL_ERROR_ARGUMENT");
-    assert_string_equal(skl_status_name(SKL_ERROR_UNSUPPORTED), "SKL_ERROR_UNSUPPORTED");
-    assert_string_equal(skl_status_name(SKL_ERROR_MEMORY), "SKL_ERROR_MEMORY");
-    assert_string_equal(skl_status_name(SKL_ERROR_WORKSPACE), "SKL_ERROR_WORKSPACE");
-    assert_string_equal(skl_status_name(SKL_ERROR_DEVICE), "SKL_ERROR_DEVICE");
+#define assert_status_name(status) assert_string_equal(skl_status_name(status), #status)
+    assert_status_name(SKL_OK), assert_status_name(SKL_ERROR_ARGUMENT), assert_status_name(SKL_ERROR_UNSUPPORTED);
+    assert_status_name(SKL_ERROR_MEMORY), assert_status_name(SKL_ERROR_WORKSPACE),
+        assert_status_name(SKL_ERROR_DEVICE);
     assert_non_null(skl_status_name((skl_status)-1));
     assert_non_null(skl_status_name((skl_status)6));
 
