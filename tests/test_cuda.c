@@ -519,6 +519,15 @@ static void test_indexer_backward_in_several_chunks(void **state)
     sparse_bf16.dtype_t = sparse_bf16.dtype_s = SKL_BF16;
     check_chunks(&sparse, (size_t)2 * 650 * 500 * 128 * sizeof(float));
     check_chunks(&sparse_bf16, (size_t)2 * 650 * 500 * 128 * sizeof(float));
+    /* Hopper's kernel keeps only the gradients of logits, 32 MiB of them. */
+    const test_case large_top_k = {"sparse chunks, large top_k",
+                                   SHAPE(1, 2100, 300),
+                                   HEADS(1, 1),
+                                   DIMS(8, 16),
+                                   INDEXER(1),
+                                   TYPES(BF16, BF16),
+                                   TOP_K(4100)};
+    check_chunks(&large_top_k, (size_t)2100 * 4100 * 16 * sizeof(float));
 }
 
 int main(int argc, char **argv)

@@ -256,6 +256,8 @@ static const test_case repeated[] = {
     {"dense", SHAPE(2, 300, 270), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), CAUSAL},
     {"sparse", SHAPE(2, 300, 70), HEADS(4, 2), KEY_HEADS(2, 1), DIMS(40, 24), INDEXER(5), TOP_K(90)},
     {"sparse bf16", SHAPE(1, 150, 270), HEADS(4, 1), DIMS(40, 136), INDEXER(20), TOP_K(70), TYPES(BF16, BF16)},
+    {"sparse bf16, 70 heads", SHAPE(1, 150, 270), HEADS(70, 1), KEY_HEADS(1, 1), DIMS(40, 64), INDEXER(20), TOP_K(70),
+     TYPES(BF16, BF16)},
 };
 
 static void check_repeats(trial *t)

@@ -37,11 +37,12 @@ typedef struct skl_cuda_kernel {
     int64_t small_dim_max;          /* attention: largest size of the smaller head */
     int64_t fused_dim_max;          /* attention: largest head size of the gradients of `fused` */
     int64_t group_max;              /* teacher groups: most heads of a group; 0: no limit */
+    int64_t index_heads_max;        /* indexers: most index heads of a student head; 0: no limit */
     bool softcap;                   /* either side may have a softcap */
     bool reverse;                   /* KL(S || P), too */
     bool both_sides;                /* teacher groups: gradients of the teacher, too */
     skl_cuda_launcher forward;      /* row results */
-    skl_cuda_launcher fused;        /* dq and dk in one launch; dk is a sum in any order */
+    skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order */
     skl_cuda_launcher dq, dk;       /* dq and dk in separate launches, in a fixed order */
     skl_cuda_launcher gradients;    /* strips and indexers: all gradients of a side, in a fixed order */
 } skl_cuda_kernel;

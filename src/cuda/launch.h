@@ -140,7 +140,9 @@ enum {
     SKL_GROUP_TILES_SIZE_MAX = 8,     /* largest teacher group in tiles; strips have the larger ones */
     SKL_GROUP_TILES_ROWS = 64,        /* queries or keys per block of group tiles */
     SKL_GROUP_TILES_BLOCKS = 2,       /* blocks per SM of group tiles */
-    SKL_GROUP_TILE = 128              /* queries per tile of a Hopper kernel for teacher groups */
+    SKL_GROUP_TILE = 128,             /* queries per tile of a Hopper kernel for teacher groups */
+    SKL_SM90_INDEX_HEADS_MAX = 64,    /* sparse indexers on Hopper: most index heads of a student head */
+    SKL_SM90_INDEX_DIM_MAX = 128      /* ... and their largest head size */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */

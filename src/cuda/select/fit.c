@@ -60,8 +60,11 @@ static bool fits_group_memory(const skl_problem *p)
 static bool fits_tile_numbers(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     const int64_t length = skl_max(p->len_q, p->len_k), heads = skl_max(p->heads_t, skl_query_heads_s(p));
-    if (kernel->does & SKL_DOES_SPARSE)
-        return heads < SKL_ROWS_MAX && p->len_k < SKL_ROWS_MAX && p->top_k < SKL_ROWS_MAX;
+    if (kernel->does & SKL_DOES_SPARSE) {
+        const bool counts_rows = kernel->fused != NULL; /* others have a block per row */
+        return heads < SKL_ROWS_MAX && p->len_k < SKL_ROWS_MAX && p->top_k < SKL_ROWS_MAX &&
+               (!counts_rows || p->batch * p->heads_s < SKL_ROWS_MAX / skl_max(1, p->len_q));
+    }
     if (kernel->gradients != NULL) { /* strips */
         const int64_t tiles = skl_ceil_div(length + 1, SKL_STRIP_TILE);
         return tiles < INT32_MAX / SKL_STRIP_TILE && p->batch < INT32_MAX / tiles / heads / SKL_STRIP_BLOCKS;
@@ -75,7 +78,8 @@ static bool fits_dims(const skl_cuda_kernel *kernel, const skl_problem *p)
 {
     const int64_t large = skl_max(p->dim_t, p->dim_s), small = skl_min(p->dim_t, p->dim_s);
     if (kernel->does & (SKL_DOES_DENSE | SKL_DOES_SPARSE))
-        return p->dim_s <= kernel->dim_max;
+        return p->dim_s <= kernel->dim_max &&
+               (kernel->index_heads_max == 0 || p->index_heads <= kernel->index_heads_max);
     return large <= kernel->dim_max && (kernel->small_dim_max == 0 || small <= kernel->small_dim_max);
 }
 

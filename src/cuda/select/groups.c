@@ -85,11 +85,40 @@ static skl_sparse_layout sparse_layout_of(const choice *s, bool gradients, bool 
     return layout;
 }
 
+/* Kernels that add to dk in memory need dy of a chunk of rows, after f32 sums of dk, and nothing per entry of dk. */
+static skl_sparse_layout fused_sparse_layout_of(const choice *s, bool gradients, bool sums_dk)
+{
+    const skl_problem *const p = s->problem;
+    const int64_t rows = p->batch * p->heads_s * p->len_q, dy_size = p->top_k * (int64_t)sizeof(float);
+    skl_sparse_layout layout = {.chunk = {.rows = rows, .count = rows}, .num_blocks = s->device->sm_count};
+    if (gradients) {
+        layout.chunk.count = skl_max(1, skl_min(rows, SKL_SPARSE_DY_SIZE / dy_size));
+        layout.chunk.dy = sums_dk ? skl_cuda_dk_sums_size(p, false) : 0;
+        layout.scores_at = layout.chunk.dy + skl_aligned_size((size_t)(layout.chunk.count * dy_size));
+    }
+    layout.end = layout.scores_at + (size_t)layout.num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
+    return layout;
+}
+
+static void add_fused_indexer_launch(const choice *s, const char *step, bool gradients)
+{
+    const skl_cuda_kernel *const kernel = s->kernel;
+    skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? kernel->fused : kernel->forward,
+                                                   gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
+    launch->sums_dk = gradients && (s->request->gradients & SKL_DK_S) != 0;
+    launch->sparse = fused_sparse_layout_of(s, gradients, launch->sums_dk);
+    skl_select_give_workspace(s, launch, launch->sparse.end);
+}
+
 static void add_indexer_launch(const choice *s, const char *step, bool gradients)
 {
     const skl_problem *const p = s->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
     const bool general = skl_select_is_general(kernel);
+    if (kernel->fused != NULL) {
+        add_fused_indexer_launch(s, step, gradients);
+        return;
+    }
     skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? kernel->gradients : kernel->forward,
                                                    gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
     launch->streams_queries = gradients && p->top_k == 0;
@@ -249,6 +278,22 @@ void skl_select_groups(const choice *s)
 
 /* ---- Indexers -------------------------------------------------------------------------------------------------- */
 
+/* The kernel for an indexer's gradients: without sums by atomic additions where they are not wanted or not possible.
+ */
+static choice gradients_choice(const choice *s)
+{
+    const bool sums = s->kernel->fused != NULL && (s->request->gradients & SKL_DK_S) != 0;
+    choice result = *s;
+    if (sums && s->request->deterministic)
+        result.reason = "deterministic: no sums by atomic additions";
+    else if (sums && (s->layout->summed & SKL_DK_S) == 0)
+        result.reason = "dk_s: rows not at multiples of 16 bytes, no sums by atomic additions";
+    else
+        return result;
+    result.kernel = skl_select_without_tma(s->problem);
+    return result;
+}
+
 void skl_select_indexer(const choice *s)
 {
     const uint32_t gradients = s->gradients ? s->request->gradients : 0;
@@ -258,6 +303,7 @@ void skl_select_indexer(const choice *s)
     const bool rows_in_gradients = !skl_select_is_general(s->kernel) && (of_queries || of_keys);
     if (s->rows && s->some_rows && !rows_in_gradients)
         add_indexer_launch(s, "forward", false);
+    const choice of_gradients = gradients_choice(s);
     if (of_queries || of_keys)
-        add_indexer_launch(s, rows_in_gradients && s->rows ? "forward and gradients" : "gradients", true);
+        add_indexer_launch(&of_gradients, rows_in_gradients && s->rows ? "forward and gradients" : "gradients", true);
 }

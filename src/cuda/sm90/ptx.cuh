@@ -113,6 +113,21 @@ __device__ inline void tma_commit()
 
 #undef SKL_ELECT_ONE
 
+/* Adds f32 in shared memory to global memory: `bytes` and both addresses are multiples of 16. Each thread that calls
+ * it issues one reduction. */
+__device__ inline void bulk_reduce_add(float *to, const float *from, int bytes)
+{
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_address(from)), "r"(bytes)
+                 : "memory");
+}
+
+/* Ends a group of the thread's reductions. */
+__device__ inline void bulk_commit()
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 /* Waits until TMA has read the boxes of this warp's reduce-adds, except for the last PENDING groups of them. Only the
  * elected lane waits: the other lanes need a barrier before they overwrite the boxes. */
 template <int PENDING = 0> __device__ inline void tma_wait_read()

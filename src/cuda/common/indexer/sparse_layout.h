@@ -7,10 +7,11 @@
 #include "cuda/common/indexer/row_chunks.h"
 
 enum {
-    SKL_SPARSE_SCORE_SIZE = 12,  /* bytes per entry: the teacher's mean and the index logit */
-    SKL_SPARSE_HEADS = 128,      /* heads per product, at most */
-    SKL_SPARSE_SLAB = 64,        /* dimensions of a head in one pipeline stage */
-    SKL_SPARSE_FIXED_SIZE = 6144 /* bytes of shared memory besides queries and stages */
+    SKL_SPARSE_SCORE_SIZE = 12,   /* bytes per entry: the teacher's mean and the index logit */
+    SKL_SPARSE_HEADS = 128,       /* heads per product, at most */
+    SKL_SPARSE_SLAB = 64,         /* dimensions of a head in one pipeline stage */
+    SKL_SPARSE_FIXED_SIZE = 6144, /* bytes of shared memory besides queries and stages */
+    SKL_SPARSE_DY_SIZE = 1 << 25  /* bytes of dy in a chunk of kernels that add to dk in memory, if a row has less */
 };
 
 typedef struct skl_sparse_layout {

@@ -33,38 +33,12 @@ struct sparse_params : skl_cuda_params {
 
 /* ---- The current row ---------------------------------------------------------------------------------------- */
 
-/* sparse_row, with keys in 32 bits. */
-struct sparse_row32 {
-    skl_sequence sequence;
-    int64_t head, query; /* student head */
-    const int32_t *list;
-    int begin, end; /* visible keys */
-    int count;      /* of entries; after trim_indices up to the last valid one */
-    bool exists;    /* packed sequences can be shorter than the longest one */
-
-    /* The key of entry n, or -1 if the entry is not valid. */
-    __device__ int key(int n) const
-    {
-        const int index = n < count ? __ldg(list + n) : -1;
-        return index >= begin && index < end ? index : -1;
-    }
-};
-
 /* Sets the row that the block computes. All threads call it. */
 __device__ inline void find_row(sparse_row32 &to, const sparse_params &params, int64_t item)
 {
     __syncthreads(); /* all threads are done with the previous row */
-    if (threadIdx.x == 0) {
-        const sparse_row row = sparse_row_at(params, item);
-        to.sequence = row.sequence;
-        to.head = row.head;
-        to.query = row.query;
-        to.list = row.list;
-        to.begin = (int)row.visible.begin;
-        to.end = (int)row.visible.end;
-        to.count = row.exists ? (int)params.problem.top_k : 0;
-        to.exists = row.exists;
-    }
+    if (threadIdx.x == 0)
+        to = to_row32(params, sparse_row_at(params, item));
     __syncthreads();
 }
 
