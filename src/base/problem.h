@@ -7,7 +7,7 @@
 
 enum { SKL_OP_COUNT = 6 };
 
-/* skl_states_finish as an operation: it has no plan of its own and needs no workspace. */
+/* skl_states_finish as an operation. It needs no workspace. */
 #define SKL_OP_FINISH ((skl_op)SKL_OP_COUNT)
 
 enum {
