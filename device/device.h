@@ -35,8 +35,9 @@ skl_status device_timer_stop(device_timer *timer, double *seconds); /* synchroni
 
 skl_status device_describe(skl_device device, device_properties *properties);
 
-/* The text of skl_plan_explain(), one line per launch; the caller frees it. `inputs` are those of the call, in device memory, or NULL for aligned,
- * contiguous tensors. On failure returns NULL, and device_error() or, if that is empty, skl_last_error() says why. */
+/* The text of skl_plan_explain(), one line per launch; the caller frees it. `inputs` are those of the call, in device
+ * memory, or NULL for aligned, contiguous tensors. On failure returns NULL, and device_error() or, if that is empty,
+ * skl_last_error() says why. */
 char *explain_plan(const skl_plan *plan, const skl_inputs *inputs, skl_op op);
 
 #endif

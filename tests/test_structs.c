@@ -103,6 +103,18 @@ static skl_status attention_gradients(const calls *c, const void *at)
     return skl_attention_backward(c->plan, &c->inputs, &c->attention, &c->rows, at, NULL, 0, NULL);
 }
 
+static skl_status attention_forward_inputs(const calls *c, const void *at)
+{
+    const skl_output o_s = {NULL, 0, 0, 0};
+    return skl_attention_forward(c->plan, at, &c->attention.v_s, &c->rows, &o_s, NULL, 0, NULL);
+}
+
+static skl_status attention_forward_rows(const calls *c, const void *at)
+{
+    const skl_output o_s = {NULL, 0, 0, 0};
+    return skl_attention_forward(c->plan, &c->inputs, &c->attention.v_s, at, &o_s, NULL, 0, NULL);
+}
+
 static skl_status partial_inputs(const calls *c, const void *at)
 {
     static skl_row_state states[1];
@@ -164,6 +176,8 @@ static const struct_call struct_calls[] = {
     {ATTENTION, attention_attention},
     {ROWS, attention_rows},
     {GRADIENTS, attention_gradients},
+    {INPUTS, attention_forward_inputs},
+    {ROWS, attention_forward_rows},
     {INPUTS, partial_inputs},
     {INPUTS, finish_inputs},
     {ROWS, finish_rows},

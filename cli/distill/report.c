@@ -81,8 +81,10 @@ static json_t *figures(const distill_run *run)
                                 json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
     if (run->source->retrieves)
         cli_json_append(all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)),
-                                    "definitions found", json_sprintf("teacher %.0f %%, before training %.0f %%", 100 * evaluate_hit_rate_t(&run->after.all),
-                                     100 * evaluate_hit_rate_s(&run->before.all))));
+                                    "definitions found",
+                                    json_sprintf("teacher %.0f %%, before training %.0f %%",
+                                                 100 * evaluate_hit_rate_t(&run->after.all),
+                                                 100 * evaluate_hit_rate_s(&run->before.all))));
     cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
                                 json_sprintf("materialised, the matrices of a step would take %s",
                                              cli_bytes_text(materialised).text)));
@@ -196,11 +198,11 @@ static json_t *kl_by_depth(const distill_run *run)
 
 static json_t *depths_section(const distill_run *run)
 {
-    return document_section(
-        "Does the student use the whole context?",
-        "A reference needs one definition before it. It counts as found if a retrieval head gives the definition more "
-        "than half of its attention, despite distractors all over the context.",
-        json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
+    return document_section("Does the student use the whole context?",
+                            "A reference needs one definition before it. It counts as found if a retrieval head "
+                            "gives the definition more "
+                            "than half of its attention, despite distractors all over the context.",
+                            json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
 }
 
 /* ---- Maps --------------------------------------------------------------------------------------------------- */
@@ -291,16 +293,11 @@ static const struct {
     const char *name;
     size_t offset;
 } counts[] = {
-    {"context", offsetof(distill_settings, context)},
-    {"needles", offsetof(distill_settings, needles)},
-    {"hidden", offsetof(distill_settings, hidden)},
-    {"heads-t", offsetof(distill_settings, heads_t)},
-    {"dim-t", offsetof(distill_settings, dim_t)},
-    {"heads-s", offsetof(distill_settings, heads_s)},
-    {"dim-s", offsetof(distill_settings, dim_s)},
-    {"steps", offsetof(distill_settings, steps)},
-    {"batch", offsetof(distill_settings, batch)},
-    {"held-out", offsetof(distill_settings, held_out)},
+    {"context", offsetof(distill_settings, context)}, {"needles", offsetof(distill_settings, needles)},
+    {"hidden", offsetof(distill_settings, hidden)},   {"heads-t", offsetof(distill_settings, heads_t)},
+    {"dim-t", offsetof(distill_settings, dim_t)},     {"heads-s", offsetof(distill_settings, heads_s)},
+    {"dim-s", offsetof(distill_settings, dim_s)},     {"steps", offsetof(distill_settings, steps)},
+    {"batch", offsetof(distill_settings, batch)},     {"held-out", offsetof(distill_settings, held_out)},
     {"seed", offsetof(distill_settings, seed)},
 };
 enum { COUNTS = sizeof counts / sizeof counts[0] };

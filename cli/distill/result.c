@@ -121,12 +121,12 @@ static json_t *heads_json(const distill_run *run, const evaluation *result)
 void distill_print_json(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    cli_print_json(json_pack(
-        "{sI sI so so so so so sI so so so}", "step", (json_int_t)run->student.step, "steps",
-        (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl), "kl_after",
-        cli_json_number(run->after.kl), "kl_head_before", heads_json(run, &run->before), "kl_head_after",
-        heads_json(run, &run->after), "depths", depths_json(run), "peak_bytes", (json_int_t)run->peak,
-        "materialised_bytes", cli_json_number(workload_of(&run->pair.problem, &inputs).materialised_size), "report",
-        cli_json_path(distill_path_of(run->request, "report.html").text), "student",
-        cli_json_path(distill_path_of(run->request, "student.safetensors").text)));
+    cli_print_json(json_pack("{sI sI so so so so so sI so so so}", "step", (json_int_t)run->student.step, "steps",
+                             (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl),
+                             "kl_after", cli_json_number(run->after.kl), "kl_head_before",
+                             heads_json(run, &run->before), "kl_head_after", heads_json(run, &run->after), "depths",
+                             depths_json(run), "peak_bytes", (json_int_t)run->peak, "materialised_bytes",
+                             cli_json_number(workload_of(&run->pair.problem, &inputs).materialised_size), "report",
+                             cli_json_path(distill_path_of(run->request, "report.html").text), "student",
+                             cli_json_path(distill_path_of(run->request, "student.safetensors").text)));
 }
