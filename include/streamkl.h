@@ -23,7 +23,7 @@
  * former behaviour:
  *   - Fields that a shorter struct of an older program lacks count as 0.
  *   - A longer struct of a newer program is accepted if the bytes that the library does not know are 0.
- *   - In a struct that the library fills, it writes struct_size bytes at most.
+ *   - In a struct that the library fills, it writes the fields that both know.
  * Initialise whole structs, not field by field: {.struct_size = sizeof inputs, ...}. Sizes below those of the first
  * release, 0.1.0, and above 4096 are refused.
  */

@@ -23,8 +23,9 @@ extern const skl_struct skl_struct_problem, skl_struct_options, skl_struct_input
  * nothing after struct_size before its value is checked, and nothing beyond it. */
 skl_status skl_struct_read(const skl_struct *type, void *to, const void *from);
 
-/* Copies `from`, which has the size of this release, to the caller's struct `to`, except for its struct_size. Fields
- * that only the caller knows become 0. */
+/* Copies `from`, which has the size of this release, to the caller's struct `to`, except for its struct_size. Checks
+ * `to` like skl_struct_read, so that a size that was never set does no harm: no byte beyond this release's fields is
+ * written. */
 skl_status skl_struct_write(const skl_struct *type, void *to, const void *from);
 
 #endif
