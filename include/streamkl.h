@@ -20,11 +20,11 @@
  *
  * Every struct starts with struct_size, which the caller sets to the sizeof that it was compiled with. So a program
  * runs with a library of another release, without being compiled again. New fields come last, and 0 in them keeps the
- * former behaviour:
+ * former behavior:
  *   - Fields that a shorter struct of an older program lacks count as 0.
  *   - A longer struct of a newer program is accepted if the bytes that the library does not know are 0.
  *   - In a struct that the library fills, it writes the fields that both know.
- * Initialise whole structs, not field by field: {.struct_size = sizeof inputs, ...}. Sizes below those of the first
+ * Initialize whole structs, not field by field: {.struct_size = sizeof inputs, ...}. Sizes below those of the first
  * release, 0.1.0, and above 4096 are refused.
  */
 #ifndef STREAMKL_H
@@ -97,7 +97,7 @@ typedef struct CUstream_st *skl_stream;
  * has executed it.
  *
  * The call creates a plan, allocates its workspace, runs and frees both: nothing is kept between calls. A GPU
- * allocates in stream order (cudaMallocAsync), without synchronising. */
+ * allocates in stream order (cudaMallocAsync), without synchronizing. */
 SKL_API skl_status skl_attention_kl(const struct skl_problem *problem, const struct skl_options *options,
                                     const void *q_t, const void *k_t, const void *q_s, const void *k_s, float *kl,
                                     skl_stream stream);
@@ -294,7 +294,7 @@ typedef struct skl_attention {
  *     skl_forward(plan, &inputs, &rows, workspace, size, NULL);      // as often as you like
  *     skl_plan_destroy(plan);
  *
- * A plan is immutable and can be shared between threads. Run calls never allocate, synchronise, print or exit. */
+ * A plan is immutable and can be shared between threads. Run calls never allocate, synchronize, print or exit. */
 typedef struct skl_plan skl_plan;
 
 typedef enum skl_device { SKL_CPU = 0, SKL_CUDA = 1 } skl_device;
@@ -391,7 +391,7 @@ SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
  *
  * A given LSE may be wider, that is, cover more keys than are visible, except with sinks. P is then the conditional
  * distribution on the visible keys, and teacher gradients treat the share of the other keys as constant. rows->lse_t
- * always normalises P over the visible keys: pass it to skl_backward. */
+ * always normalizes P over the visible keys: pass it to skl_backward. */
 SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows, void *workspace,
                                size_t workspace_size, skl_stream stream);
 
@@ -507,7 +507,7 @@ typedef struct skl_kernel_info {
  * list, and if struct_size is invalid. */
 SKL_API int skl_kernel_at(int32_t index, skl_kernel_info *info);
 
-/* ---- Initialisers ------------------------------------------------------------------------------------------ */
+/* ---- Initializers ------------------------------------------------------------------------------------------ */
 
 static inline skl_problem skl_problem_default(void)
 {

@@ -294,7 +294,7 @@ static void test_longer_structs_must_end_in_zeros(void **state)
     for_every_call(check_longer);
 }
 
-/* A new field must not use bytes that an older program never initialised. */
+/* A new field must not use bytes that an older program never initialized. */
 static void test_structs_have_no_padding_at_their_end(void **state)
 {
     (void)state;
