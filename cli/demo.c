@@ -1,11 +1,9 @@
 /* streamkl demo: time and memory of a long context on this machine, compared with materialising. */
 #include "cli/common/cli.h"
-#include "cli/common/options.h"
+#include "cli/kl/kl.h"
 #include "oracle.h"
 #include "cli/term/term.h"
 #include "distill/random.h"
-#include "cli/common/resident.h"
-#include "cli/common/runner.h"
 #include "cli/common/workload.h"
 
 #include <errno.h>
@@ -45,117 +43,69 @@ static const option_group groups[] = {
 
 /* ---- A teacher and a student -------------------------------------------------------------------------------- */
 
-typedef struct demo_state {
-    skl_problem problem;
-    skl_inputs inputs;
-    plan_runner runner;
-    float *block;                 /* owns the tensors below */
-    float *q_t, *k_t, *q_s, *k_s; /* [heads, context, dim] */
-    float *dq_s, *dk_s;
-    float *kl, *lse_t, *lse_s; /* [heads, context] */
-} demo_state;
-
-static skl_problem describe_problem(const demo_request *request)
-{
-    skl_problem problem = skl_problem_default();
-    problem.causal = 1;
-    problem.len_q = problem.len_k = request->context;
-    problem.heads_t = problem.heads_s = request->heads;
-    problem.dim_t = problem.dim_s = request->dim;
-    return problem;
-}
-
-/* One allocation for all tensors, resident before memory is measured. */
-static void allocate_tensors(demo_state *demo)
-{
-    float **const matrices[] = {&demo->q_t, &demo->k_t, &demo->q_s, &demo->k_s, &demo->dq_s, &demo->dk_s};
-    float **const vectors[] = {&demo->kl, &demo->lse_t, &demo->lse_s};
-    enum { MATRIX_COUNT = sizeof matrices / sizeof matrices[0], VECTOR_COUNT = sizeof vectors / sizeof vectors[0] };
-    const size_t rows = (size_t)(demo->problem.heads_s * demo->problem.len_q);
-    const size_t dim = (size_t)demo->problem.dim_s;
-    size_t size;
-    if (__builtin_mul_overflow(rows, (MATRIX_COUNT * dim + VECTOR_COUNT) * sizeof(float), &size))
-        cli_fail(CLI_NO_MEMORY, "out of memory: %zu rows need more than 64 bits can count", rows);
-    demo->block = resident_allocate(size);
-    if (demo->block == NULL)
-        cli_fail(CLI_NO_MEMORY, "out of memory: the tensors need %s", cli_bytes_text((double)size).text);
-    float *next = demo->block;
-    for (size_t m = 0; m < MATRIX_COUNT; m++, next += rows * dim)
-        *matrices[m] = next;
-    for (size_t v = 0; v < VECTOR_COUNT; v++, next += rows)
-        *vectors[v] = next;
-}
-
 /* The student is the teacher plus an error that grows along the context, like a student trained on short ones. */
-static void fill_tensors(demo_state *demo, uint64_t seed)
+static void fill_tensors(float *const tensors[ROLE_REQUIRED_COUNT], const skl_problem *problem, uint64_t seed)
 {
     const float error_at_start = 0.1F, error_at_end = 0.8F;
-    const skl_problem *const problem = &demo->problem;
     uint64_t state = seed;
     for (int64_t row = 0; row < problem->heads_s * problem->len_q; row++) {
         const float progress = (float)(row % problem->len_q) / (float)problem->len_q;
         const float error = error_at_start + progress * (error_at_end - error_at_start);
         for (int64_t at = row * problem->dim_s; at < (row + 1) * problem->dim_s; at++) {
-            demo->q_t[at] = random_normal(&state);
-            demo->k_t[at] = random_normal(&state);
-            demo->q_s[at] = demo->q_t[at] + error * random_normal(&state);
-            demo->k_s[at] = demo->k_t[at] + error * random_normal(&state);
+            tensors[ROLE_Q_T][at] = random_normal(&state);
+            tensors[ROLE_K_T][at] = random_normal(&state);
+            tensors[ROLE_Q_S][at] = tensors[ROLE_Q_T][at] + error * random_normal(&state);
+            tensors[ROLE_K_S][at] = tensors[ROLE_K_T][at] + error * random_normal(&state);
         }
     }
 }
 
-/* ---- Computation -------------------------------------------------------------------------------------------- */
-
-static void connect_inputs(demo_state *demo)
+/* Inputs as `streamkl kl` reads them from files; the caller frees *block, which owns the tensors. */
+static void make_inputs(kl_inputs *inputs, stored_tensor stored[ROLE_REQUIRED_COUNT], float **block,
+                        const demo_request *request)
 {
-    const skl_problem *const problem = &demo->problem;
-    const int64_t heads = problem->heads_s, length = problem->len_q, dim = problem->dim_s;
-    demo->inputs = (skl_inputs){
-        .struct_size = sizeof demo->inputs,
-        .q_t = skl_input_contiguous(demo->q_t, heads, length, dim),
-        .k_t = skl_input_contiguous(demo->k_t, heads, length, dim),
-        .q_s = skl_input_contiguous(demo->q_s, heads, length, dim),
-        .k_s = skl_input_contiguous(demo->k_s, heads, length, dim),
-    };
+    const int64_t heads = request->heads, length = request->context, dim = request->dim;
+    skl_problem problem = skl_problem_default();
+    problem.causal = 1;
+    problem.len_q = problem.len_k = length;
+    problem.heads_t = problem.heads_s = heads;
+    problem.dim_t = problem.dim_s = dim;
+    size_t size;
+    if (__builtin_mul_overflow((size_t)heads * (size_t)length, (size_t)dim * sizeof(float), &size) ||
+        size > SIZE_MAX / ROLE_REQUIRED_COUNT)
+        cli_fail(CLI_NO_MEMORY, "out of memory: the tensors need more than 64 bits can count");
+    *block = cli_allocate(ROLE_REQUIRED_COUNT * size, "the block of tensors");
+    float *tensors[ROLE_REQUIRED_COUNT];
+    skl_input *const views[ROLE_REQUIRED_COUNT] = {&inputs->tensors.q_t, &inputs->tensors.k_t, &inputs->tensors.q_s,
+                                                   &inputs->tensors.k_s};
+    *inputs = (kl_inputs){.problem = problem, .tensors = {.struct_size = sizeof inputs->tensors}};
+    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
+        tensors[role] = *block + role * (size / sizeof(float));
+        stored[role] = (stored_tensor){.dtype = SKL_F32, .size = size};
+        *views[role] = skl_input_contiguous(tensors[role], heads, length, dim);
+        inputs->views[role] = (kl_view){.stored = &stored[role], .input = *views[role]};
+    }
+    fill_tensors(tensors, &problem, (uint64_t)request->seed);
 }
 
-static void compute(demo_state *demo)
-{
-    const skl_problem *const problem = &demo->problem;
-    const int64_t heads = problem->heads_s, length = problem->len_q, dim = problem->dim_s;
-    const skl_rows rows = {
-        .struct_size = sizeof rows,
-        .kl = skl_output_contiguous(demo->kl, heads, length, 1),
-        .lse_t = skl_output_contiguous(demo->lse_t, heads, length, 1),
-        .lse_s = skl_output_contiguous(demo->lse_s, heads, length, 1),
-    };
-    const skl_gradients gradients = {
-        .struct_size = sizeof gradients,
-        .dq_s = skl_output_contiguous(demo->dq_s, heads, length, dim),
-        .dk_s = skl_output_contiguous(demo->dk_s, heads, length, dim),
-    };
-    runner_forward(&demo->runner, &demo->inputs, &rows);
-    demo->inputs.lse_t = skl_input_contiguous(demo->lse_t, heads, length, 1);
-    demo->inputs.lse_s = skl_input_contiguous(demo->lse_s, heads, length, 1);
-    runner_backward(&demo->runner, &demo->inputs, &gradients);
-}
+/* ---- Accuracy ----------------------------------------------------------------------------------------------- */
 
 /* Compares the last queries with the float64 oracle: a smaller causal problem, bottom-right aligned. */
-static double worst_difference(const demo_state *demo, int64_t checked)
+static double worst_difference(const kl_inputs *of, const float *kl, int64_t checked)
 {
-    const skl_problem *const problem = &demo->problem;
+    const skl_problem *const problem = &of->problem;
     const int64_t first = problem->len_q - checked;
     skl_problem last = *problem;
     last.len_q = checked;
     last.gradients = 0;
-    skl_inputs inputs = demo->inputs;
-    inputs.q_t.data = demo->q_t + first * problem->dim_t;
-    inputs.q_s.data = demo->q_s + first * problem->dim_s;
+    skl_inputs inputs = of->tensors;
+    inputs.q_t.data = (const float *)inputs.q_t.data + first * problem->dim_t;
+    inputs.q_s.data = (const float *)inputs.q_s.data + first * problem->dim_s;
     oracle_result exact = oracle_run(&last, &inputs);
     double worst = 0;
     for (int64_t head = 0; head < problem->heads_s; head++) {
         for (int64_t i = 0; i < checked; i++) {
-            const double streamed = (double)demo->kl[head * problem->len_q + first + i];
+            const double streamed = (double)kl[head * problem->len_q + first + i];
             const double difference = fabs(streamed - exact.kl[head * checked + i]);
             if (difference > worst) /* not fmax: GCC 12 for 64-bit Arm fails on that reduction */
                 worst = difference;
@@ -167,25 +117,15 @@ static double worst_difference(const demo_state *demo, int64_t checked)
 
 /* ---- Output ------------------------------------------------------------------------------------------------- */
 
-static double mean_kl(const demo_state *demo)
-{
-    const int64_t rows = demo->problem.heads_s * demo->problem.len_q;
-    double sum = 0;
-    for (int64_t row = 0; row < rows; row++)
-        sum += (double)demo->kl[row];
-    return sum / (double)rows;
-}
-
 static void print_timing(const char *label, const char *what, double seconds, double flop)
 {
     printf("  %-14s %10s %8.1f GFLOP/s   %s\n", label, cli_seconds_text(seconds).text, 1e-9 * flop / seconds, what);
 }
 
-static void print_costs(const demo_state *demo)
+static void print_costs(const plan_runner *runner, const kl_inputs *inputs)
 {
     const term_style style = term_style_for(stdout);
-    const plan_runner *const runner = &demo->runner;
-    const workload work = workload_of(&demo->problem, &demo->inputs);
+    const workload work = workload_of(&inputs->problem, &inputs->tensors);
     printf("%sTime%s, kernel %s %s\n", style.bold, style.plain, skl_plan_kernel(runner->plan),
            runner_location_of(runner).text);
     print_timing("forward", "KL of every query", runner->forward_seconds, work.forward_flop);
@@ -200,24 +140,26 @@ static void print_costs(const demo_state *demo)
            cli_bytes_text(work.materialised_size).text);
 }
 
-static void print_demo(const demo_state *demo)
+static void print_demo(const kl_results *results, const kl_inputs *inputs)
 {
     enum { MOST_CHECKED = 32, CHECKED_PAIRS = 1 << 20 };
     const term_style style = term_style_for(stdout);
-    const skl_problem *const problem = &demo->problem;
+    const skl_problem *const problem = &inputs->problem;
     printf("%sAttention KL at a context of %" PRId64 "%s: synthetic teacher and student, %" PRId64
            " head%s of size %" PRId64 ", causal\n\n",
            style.bold, problem->len_q, style.plain, problem->heads_s, cli_plural(problem->heads_s), problem->dim_s);
-    printf("  KL(teacher || student) by query, mean %s%.6g%s\n", style.bold, mean_kl(demo), style.plain);
-    term_position_chart(stdout, demo->kl, demo->lse_s, problem->heads_s, problem->len_q);
+    printf("  KL(teacher || student) by query, mean %s%.6g%s\n", style.bold,
+           results->sum / (double)results->valid_rows, style.plain);
+    term_position_chart(stdout, results->kl, results->lse_s, problem->heads_s, problem->len_q);
     printf("\n");
-    print_costs(demo);
+    print_costs(&results->runner, inputs);
 
     const int64_t affordable = CHECKED_PAIRS / problem->len_k + 1;
     const int64_t most = problem->len_q < MOST_CHECKED ? problem->len_q : MOST_CHECKED;
     const int64_t checked = affordable < most ? affordable : most;
     printf("\n%sAccuracy%s compared with float64, for the last %" PRId64 " quer%s: KL differs by at most %.1e\n",
-           style.bold, style.plain, checked, checked == 1 ? "y" : "ies", worst_difference(demo, checked));
+           style.bold, style.plain, checked, checked == 1 ? "y" : "ies",
+           worst_difference(inputs, results->kl, checked));
     printf("\n%sTry next%s\n", style.bold, style.plain);
     printf("  streamkl demo --context %-8" PRId64 " 4 times the context, equal memory\n", 4 * problem->len_q);
     printf("  streamkl kl --help               KL of your own tensors\n");
@@ -229,14 +171,14 @@ int cmd_demo(int argc, char **argv)
     static const command_line command = {doc, groups, NULL};
     demo_request request = {.context = 16384, .heads = 1, .dim = 64, .seed = 1, .options = skl_options_default()};
     options_parse(&command, argc, argv, &request);
-    demo_state demo = {.problem = describe_problem(&request)};
-    runner_open(&demo.runner, &demo.problem, &request.options);
-    allocate_tensors(&demo);
-    fill_tensors(&demo, (uint64_t)request.seed);
-    connect_inputs(&demo);
-    compute(&demo);
-    print_demo(&demo);
-    runner_close(&demo.runner);
-    free(demo.block);
+    kl_inputs inputs;
+    stored_tensor stored[ROLE_REQUIRED_COUNT];
+    float *block;
+    make_inputs(&inputs, stored, &block, &request);
+    kl_results results = {.kl = NULL};
+    kl_compute(&results, &inputs, &(kl_request){.problem = inputs.problem, .options = request.options});
+    print_demo(&results, &inputs);
+    kl_results_free(&results);
+    free(block);
     return CLI_OK;
 }

@@ -99,25 +99,15 @@ def entry(dtype="F32", shape=(1, 1, 2, 4), offsets=(0, 32)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+# tests/test_tensor_file.c has every rule of the two formats.
 BAD_FILES = {
     "empty": b"",
     "not_a_tensor_file": b"hello, world: this is no tensor file at all",
-    "short_length": b"\x10\0\0",
-    "length_past_the_end": (1 << 40).to_bytes(8, "little") + b"{}",
-    "length_near_2_64": b"\xff" * 8 + b"{}",
     "no_json": raw_safetensors(b"{not json", b""),
-    "array_header": raw_safetensors(b"[1, 2]", b""),
-    "duplicate_name": raw_safetensors(b'{"q_t":{},"q_t":{}}', b""),
-    "end_before_begin": raw_safetensors({"q_t": entry(offsets=(32, 0))}, bytes(32)),
     "past_the_data": raw_safetensors({"q_t": entry(offsets=(0, 64), shape=(1, 1, 4, 4))}, bytes(32)),
-    "size_disagrees": raw_safetensors({"q_t": entry(shape=(1, 1, 3, 4))}, bytes(32)),
-    "shape_overflows": raw_safetensors({"q_t": entry(shape=(1 << 32, 1 << 32))}, bytes(32)),
-    "negative_shape": raw_safetensors({"q_t": entry(shape=(-1, -32))}, bytes(32)),
     "unknown_dtype": raw_safetensors({"q_t": entry(dtype="F99")}, bytes(32)),
-    "overlap": raw_safetensors({"q_t": entry(), "k_t": entry()}, bytes(32)),
     "escape_in_a_name": raw_safetensors({"\x1b[31mred\n": entry()}, bytes(32)),
     "npy_truncated": b"\x93NUMPY\x01\x00\xff\xff{'descr'",
-    "npy_fortran": b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '<f4', 'fortran_order': True, 'shape': (2, 2)}".ljust(117) + b"\n" + bytes(16),
 }
 
 
