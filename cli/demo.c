@@ -1,4 +1,4 @@
-/* streamkl demo: time and memory of a long context on this machine, compared with materialising. */
+/* streamkl demo: time and memory of a long context on this machine, compared with materializing. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "oracle.h"
@@ -136,8 +136,8 @@ static void print_costs(const plan_runner *runner, const kl_inputs *inputs)
     printf("\n%sMemory%s in addition to the tensors\n", style.bold, style.plain);
     printf("  %-14s %s%10s%s   %s\n", "streamed", style.good, cli_bytes_text(streamed).text, style.plain,
            measured ? "measured: growth of the process" : "workspace");
-    printf("  %-14s %10s   P, S and the gradient of S, N x N in f32\n", "materialised",
-           cli_bytes_text(work.materialised_size).text);
+    printf("  %-14s %10s   P, S and the gradient of S, N x N in f32\n", "materialized",
+           cli_bytes_text(work.materialized_size).text);
 }
 
 static void print_demo(const kl_results *results, const kl_inputs *inputs)

@@ -1,6 +1,6 @@
 #include "bench/cpu/measure.h"
 #include "device/machine.h"
-#include "bench/cpu/materialised.h"
+#include "bench/cpu/materialized.h"
 #include "bench/cpu/sgemm.h"
 #include "bench/cpu/streaming.h"
 #include "bench/cpu/tensors.h"
@@ -12,7 +12,7 @@
 /* ---- Methods ------------------------------------------------------------------------------------------------ */
 
 typedef struct baseline_entry {
-    materialised *run;
+    materialized *run;
     int threads;
 } baseline_entry;
 
@@ -32,7 +32,7 @@ typedef struct thread_entry {
 /* Too large for the stack. All thread counts share the matrices of the baseline. */
 typedef struct bench_session {
     bench_tensors tensors;
-    materialised *baselines[BENCH_METHOD_COUNT]; /* NULL if it does not run */
+    materialized *baselines[BENCH_METHOD_COUNT]; /* NULL if it does not run */
     sgemm_cube *cube;
     thread_entry entries[BENCH_LIST_MAX];
     int sampled_count;
@@ -47,8 +47,8 @@ static skl_status run_streaming(void *context, int pass)
 static skl_status run_baseline(void *context, int pass)
 {
     const baseline_entry *const baseline = context;
-    const bool done = pass == BENCH_FORWARD ? materialised_forward(baseline->run, baseline->threads)
-                                            : materialised_backward(baseline->run, baseline->threads);
+    const bool done = pass == BENCH_FORWARD ? materialized_forward(baseline->run, baseline->threads)
+                                            : materialized_backward(baseline->run, baseline->threads);
     return done ? SKL_OK : SKL_ERROR_MEMORY;
 }
 
@@ -77,9 +77,9 @@ static void add_sgemm(bench_session *session, thread_entry *entry, int threads)
 
 /* ---- Setup -------------------------------------------------------------------------------------------------- */
 
-static materialised_memory memory_of(bench_method method)
+static materialized_memory memory_of(bench_method method)
 {
-    return method == BENCH_FRAMEWORK ? MATERIALISED_FRAMEWORK : MATERIALISED_IN_PLACE;
+    return method == BENCH_FRAMEWORK ? MATERIALIZED_FRAMEWORK : MATERIALIZED_IN_PLACE;
 }
 
 static skl_options options_of(const bench_config *config, int thread_index)
@@ -94,10 +94,10 @@ static skl_status open_baselines(bench_session *session, const bench_config *con
 {
     const bench_tensors *const tensors = &session->tensors;
     for (int method = BENCH_IN_PLACE; method < BENCH_METHOD_COUNT; method++) {
-        const materialised_memory memory = memory_of((bench_method)method);
-        if (materialised_size(memory, config->heads, length) > (size_t)config->max_memory)
+        const materialized_memory memory = memory_of((bench_method)method);
+        if (materialized_size(memory, config->heads, length) > (size_t)config->max_memory)
             continue;
-        const materialised_problem problem = {
+        const materialized_problem problem = {
             .memory = memory,
             .heads = config->heads,
             .length = length,
@@ -113,7 +113,7 @@ static skl_status open_baselines(bench_session *session, const bench_config *con
             .dq_s = tensors->baseline_dq_s,
             .dk_s = tensors->baseline_dk_s,
         };
-        session->baselines[method] = materialised_create(&problem, library);
+        session->baselines[method] = materialized_create(&problem, library);
         if (session->baselines[method] == NULL)
             return SKL_ERROR_MEMORY;
     }
@@ -171,7 +171,7 @@ static void close_session(bench_session *session)
     for (int i = 0; i < BENCH_LIST_MAX; i++)
         streaming_close(&session->entries[i].streaming);
     for (int method = 0; method < BENCH_METHOD_COUNT; method++)
-        materialised_destroy(session->baselines[method]);
+        materialized_destroy(session->baselines[method]);
     sgemm_cube_destroy(session->cube);
     bench_tensors_destroy(&session->tensors);
     free(session);
@@ -186,7 +186,7 @@ static bench_method_result result_of(const thread_entry *entry, const bench_conf
     if (method == BENCH_STREAMING)
         result.memory_size = entry->streaming.workspace_size;
     else if (config->index_heads == 0)
-        result.memory_size = materialised_size(memory_of(method), config->heads, length);
+        result.memory_size = materialized_size(memory_of(method), config->heads, length);
     for (int pass = 0; result.ran && pass < bench_pass_count(method); pass++)
         result.passes[pass] = sampler_timing(entry->methods[method], pass);
     return result;

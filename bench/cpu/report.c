@@ -76,7 +76,7 @@ static double useful_matmuls(const bench_config *config, bench_pass pass)
  * Streaming: forward x and y; backward x, y, dq and dk. With f32 gradients one pass over the keys computes dq and
  * sums the tiles of dk. 16-bit gradients cannot be accumulated in place, so a second pass recomputes x and y for dk.
  * One-pass is a backward that also returns the KL. GPU kernels and indexer kernels recompute different amounts: only
- * useful matmuls count for them. Materialised: x and y, then dq and dk from the stored P and S. */
+ * useful matmuls count for them. Materialized: x and y, then dq and dk from the stored P and S. */
 static double executed_matmuls(const bench_config *config, bench_method method, bench_pass pass)
 {
     if (config->engine.device != SKL_CPU || config->index_heads > 0)

@@ -13,11 +13,11 @@
 #include <stdlib.h>
 
 static const char doc[] =
-    "Compare streaming with a baseline that materialises the N x N matrices (BLAS sgemm and a vectorised "
+    "Compare streaming with a baseline that materializes the N x N matrices (BLAS sgemm and a vectorised "
     "softmax): forward, backward (student gradients), and both in one pass. All methods are sampled in the same "
     "rounds on the same inputs. On a GPU only streaming is timed, with events in its stream."
     "\vThe baseline runs in two variants: \"framework\" allocates a new buffer for every result and frees it "
-    "after its last use, like autograd; \"in place\" reuses its buffers, the minimum for materialising.\n"
+    "after its last use, like autograd; \"in place\" reuses its buffers, the minimum for materializing.\n"
     "\n"
     "With --index-heads the student is an indexer, which learns the mean of all teacher heads. Then only "
     "streaming is timed. A forward also computes the teacher's LSEs, which are not counted.\n"

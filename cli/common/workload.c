@@ -22,7 +22,7 @@ static double flop_per_pair(const skl_problem *problem, uint32_t gradients)
 workload workload_of(const skl_problem *problem, const skl_inputs *inputs)
 {
     workload work = {0, 0, 0, 0};
-    double all_pairs = 0; /* materialised matrices include masked pairs */
+    double all_pairs = 0; /* materialized matrices include masked pairs */
     for (int64_t b = 0; b < problem->batch; b++) {
         const oracle_sequence sequence = oracle_sequence_at(problem, inputs, b);
         all_pairs += (double)sequence.len_q * (double)sequence.len_k;
@@ -37,6 +37,6 @@ workload workload_of(const skl_problem *problem, const skl_inputs *inputs)
     const int64_t teacher_matrices = problem->gradients & (SKL_DQ_T | SKL_DK_T) ? 2 : 1;
     const int64_t student_matrices = problem->gradients & (SKL_DQ_S | SKL_DK_S) ? 2 : 1;
     const int64_t matrices = teacher_matrices * problem->heads_t + student_matrices * query_heads_s(problem);
-    work.materialised_size = all_pairs * (double)matrices * sizeof(float);
+    work.materialized_size = all_pairs * (double)matrices * sizeof(float);
     return work;
 }

@@ -9,7 +9,7 @@ typedef struct workload {
     double pairs;             /* visible (query, key) pairs of one head, over all sequences */
     double forward_flop;      /* both logits of every pair */
     double backward_flop;     /* the logits again, and the products for every requested gradient */
-    double materialised_size; /* bytes of the N_q x N_k matrices that streaming avoids: P and S, and the logit
+    double materialized_size; /* bytes of the N_q x N_k matrices that streaming avoids: P and S, and the logit
                                * gradients of each model whose gradients are requested */
 } workload;
 

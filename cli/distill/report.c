@@ -75,7 +75,7 @@ static json_t *figure(json_t *value, const char *label, json_t *detail)
 static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    const double materialised = workload_of(&run->pair.problem, &inputs).materialised_size;
+    const double materialized = workload_of(&run->pair.problem, &inputs).materialized_size;
     json_t *const all = json_array();
     cli_json_append(all, figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
                                 json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
@@ -86,8 +86,8 @@ static json_t *figures(const distill_run *run)
                                                  100 * evaluate_hit_rate_t(&run->after.all),
                                                  100 * evaluate_hit_rate_s(&run->before.all))));
     cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
-                                json_sprintf("materialised, the matrices of a step would take %s",
-                                             cli_bytes_text(materialised).text)));
+                                json_sprintf("materialized, the matrices of a step would take %s",
+                                             cli_bytes_text(materialized).text)));
     cli_json_append(all, figure(json_sprintf("%.0f s", run->history.seconds), "of training",
                                 json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
                                              run->request->settings.batch * run->request->settings.context)));
@@ -265,7 +265,7 @@ static json_t *memory_table(const distill_run *run)
 {
     static const char *const header[] = {"context", "matrices", "this library", NULL};
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    const double matrices = workload_of(&run->pair.problem, &inputs).materialised_size;
+    const double matrices = workload_of(&run->pair.problem, &inputs).materialized_size;
     json_t *const rows = json_array();
     for (int64_t factor = 1; factor <= 64; factor *= 4)
         cli_json_append(rows, json_pack("[Iss]", (json_int_t)(run->pair.problem.len_q * factor),
@@ -280,7 +280,7 @@ static json_t *memory_table(const distill_run *run)
 static json_t *costs_section(const distill_run *run)
 {
     return document_section(
-        "Compared with materialising",
+        "Compared with materializing",
         "Attention KL is usually computed from whole matrices: P of every teacher head, S and its gradient of every "
         "student head, in f32. `streamkl bench` compares the times on this machine.",
         json_pack("[o]", memory_table(run)));

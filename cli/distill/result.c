@@ -86,9 +86,9 @@ void distill_print_result(const distill_run *run)
            " tokens\n",
            style.bold, style.plain, run->before.kl, run->after.kl, style.good, distill_kl_ratio(run), style.plain,
            settings->held_out, settings->context);
-    printf("%sPeak memory%s %s for the whole process; materialised, the matrices of a step would take %s\n",
+    printf("%sPeak memory%s %s for the whole process; materialized, the matrices of a step would take %s\n",
            style.bold, style.plain, cli_bytes_text((double)run->peak).text,
-           cli_bytes_text(work.materialised_size).text);
+           cli_bytes_text(work.materialized_size).text);
     printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
            skl_plan_kernel(run->pair.plan));
 }
@@ -125,8 +125,8 @@ void distill_print_json(const distill_run *run)
                              (json_int_t)run->request->settings.steps, "kl_before", cli_json_number(run->before.kl),
                              "kl_after", cli_json_number(run->after.kl), "kl_head_before",
                              heads_json(run, &run->before), "kl_head_after", heads_json(run, &run->after), "depths",
-                             depths_json(run), "peak_bytes", (json_int_t)run->peak, "materialised_bytes",
-                             cli_json_number(workload_of(&run->pair.problem, &inputs).materialised_size), "report",
+                             depths_json(run), "peak_bytes", (json_int_t)run->peak, "materialized_bytes",
+                             cli_json_number(workload_of(&run->pair.problem, &inputs).materialized_size), "report",
                              cli_json_path(distill_path_of(run->request, "report.html").text), "student",
                              cli_json_path(distill_path_of(run->request, "student.safetensors").text)));
 }

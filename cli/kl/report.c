@@ -105,7 +105,7 @@ static void print_json(const kl_results *results, const kl_inputs *inputs, const
         {"pairs", count_json(work.pairs)},
         {"extra_bytes", json_integer((json_int_t)runner->workspace_size)},
         {"peak_growth_bytes", runner->peak_growth < 0 ? json_null() : json_integer(runner->peak_growth)},
-        {"materialised_bytes", count_json(work.materialised_size)},
+        {"materialized_bytes", count_json(work.materialized_size)},
         {"shapes", shapes_json(inputs)},
         {"layout", json_string(kl_layout_names[request->layout])},
         {"row_bounds", json_boolean(problem->row_bounds)},
@@ -236,8 +236,8 @@ static void print_costs(const kl_results *results, const kl_inputs *inputs)
     print_timing("forward", runner->forward_seconds, work.forward_flop);
     if (inputs->problem.gradients)
         print_timing("backward", runner->backward_seconds, work.backward_flop);
-    printf("  %-8s %10s of workspace; materialised, %s\n", "memory",
-           cli_bytes_text((double)runner->workspace_size).text, cli_bytes_text(work.materialised_size).text);
+    printf("  %-8s %10s of workspace; materialized, %s\n", "memory",
+           cli_bytes_text((double)runner->workspace_size).text, cli_bytes_text(work.materialized_size).text);
     printf("  %-8s %10s %s\n", "kernel", skl_plan_kernel(runner->plan), runner_location_of(runner).text);
 }
 

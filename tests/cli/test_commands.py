@@ -172,7 +172,7 @@ def test_check_of_one_kernel():
 def test_demo():
     text = run("demo", "--context", "2048", "--heads", "2", "--dim", "32").stdout
     assert "context of 2048" in text and "2 heads of size 32" in text
-    for word in ("forward", "backward", "streamed", "materialised", "Try next"):
+    for word in ("forward", "backward", "streamed", "materialized", "Try next"):
         assert word in text
     assert float(re.search(r"differs by at most (\S+)", text)[1]) < 4e-6
     assert run("demo", "--context", "1").returncode == 0

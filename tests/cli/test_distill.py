@@ -246,7 +246,7 @@ def test_report_is_self_contained(trained):
     assert "url(" not in page and not re.search("https?:(?!//www.w3.org/2000/svg)", page)
     document = browser.document_of(page)
     assert [section["title"] for section in document["sections"]] == [
-        "Does the student use the whole context?", "Attention maps", "Training", "Compared with materialising", "Reproducing this run",
+        "Does the student use the whole context?", "Attention maps", "Training", "Compared with materializing", "Reproducing this run",
     ]  # fmt: skip
     maps, training, settings = (document["sections"][i]["blocks"] for i in (1, 2, 4))
     assert [len(block["maps"]) for block in maps] == [5, 5]  # per head

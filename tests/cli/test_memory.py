@@ -46,7 +46,7 @@ def test_peak_growth_without_a_window(files):
     full, windowed = measure(files[16384]), measure(files[16384], "--window", "512,0")
     assert full["extra_bytes"] == windowed["extra_bytes"]
     assert full["peak_growth_bytes"] < 8 * MIB
-    assert full["materialised_bytes"] == 3 * 4 * 16384**2
+    assert full["materialized_bytes"] == 3 * 4 * 16384**2
     assert full["pairs"] == 16384 * 16385 // 2
 
 

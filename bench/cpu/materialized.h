@@ -5,40 +5,40 @@
  *     backward   G = g (S - P);  dq_s = scale G k_s;  dk_s = scale G^T q_s
  *
  * Like in frameworks, a causal mask is applied after the full matmul, but masked keys are not exponentiated. */
-#ifndef STREAMKL_BENCH_CPU_MATERIALISED_H
-#define STREAMKL_BENCH_CPU_MATERIALISED_H
+#ifndef STREAMKL_BENCH_CPU_MATERIALIZED_H
+#define STREAMKL_BENCH_CPU_MATERIALIZED_H
 
 #include "bench/cpu/blas.h"
 
 #include <stddef.h>
 
-typedef enum materialised_memory {
-    MATERIALISED_FRAMEWORK, /* like autograd: every result in a new buffer, freed after its last use */
-    MATERIALISED_IN_PLACE   /* buffers are reused, P over x, S over y, G over S: the minimum for materialising */
-} materialised_memory;
+typedef enum materialized_memory {
+    MATERIALIZED_FRAMEWORK, /* like autograd: every result in a new buffer, freed after its last use */
+    MATERIALIZED_IN_PLACE   /* buffers are reused, P over x, S over y, G over S: the minimum for materializing */
+} materialized_memory;
 
 /* All tensors are contiguous [heads, length, dim] or [heads, length], and belong to the caller. */
-typedef struct materialised_problem {
-    materialised_memory memory;
+typedef struct materialized_problem {
+    materialized_memory memory;
     int64_t heads, length, dim;
     float scale;
     bool causal;
     const float *q_t, *k_t, *q_s, *k_s;
     const float *grad_kl;
     float *kl, *dq_s, *dk_s;
-} materialised_problem;
+} materialized_problem;
 
-typedef struct materialised materialised;
+typedef struct materialized materialized;
 
 /* NULL: out of memory. */
-materialised *materialised_create(const materialised_problem *problem, const blas *library);
-void materialised_destroy(materialised *run); /* may be NULL */
+materialized *materialized_create(const materialized_problem *problem, const blas *library);
+void materialized_destroy(materialized *run); /* may be NULL */
 
 /* A backward consumes the matrices of its forward. Both return false if memory runs out. */
-bool materialised_forward(materialised *run, int threads);
-bool materialised_backward(materialised *run, int threads);
+bool materialized_forward(materialized *run, int threads);
+bool materialized_backward(materialized *run, int threads);
 
 /* Peak bytes of the matrices. */
-size_t materialised_size(materialised_memory memory, int64_t heads, int64_t length);
+size_t materialized_size(materialized_memory memory, int64_t heads, int64_t length);
 
 #endif

@@ -1,4 +1,4 @@
-#include "bench/cpu/materialised.h"
+#include "bench/cpu/materialized.h"
 #include "device/parallel.h"
 #include "bench/cpu/row_kernels.h"
 
@@ -10,8 +10,8 @@ typedef struct head_matrices {
     float *p, *s;
 } head_matrices;
 
-struct materialised {
-    materialised_problem problem;
+struct materialized {
+    materialized_problem problem;
     const blas *library;
     const row_kernels *kernels;
     head_matrices *heads;
@@ -24,10 +24,10 @@ static size_t matrix_size(int64_t length)
     return (size_t)length * (size_t)length * sizeof(float);
 }
 
-size_t materialised_size(materialised_memory memory, int64_t heads, int64_t length)
+size_t materialized_size(materialized_memory memory, int64_t heads, int64_t length)
 {
     const size_t kept_count = 2 * (size_t)heads;
-    const size_t logit_count = memory == MATERIALISED_FRAMEWORK ? 2 : 0; /* x and y of the current head */
+    const size_t logit_count = memory == MATERIALIZED_FRAMEWORK ? 2 : 0; /* x and y of the current head */
     return (kept_count + logit_count) * matrix_size(length);
 }
 
@@ -55,9 +55,9 @@ static void release(head_matrices *head)
     *head = (head_matrices){NULL, NULL};
 }
 
-materialised *materialised_create(const materialised_problem *problem, const blas *library)
+materialized *materialized_create(const materialized_problem *problem, const blas *library)
 {
-    materialised *const run = calloc(1, sizeof *run);
+    materialized *const run = calloc(1, sizeof *run);
     if (run == NULL)
         return NULL;
     run->problem = *problem;
@@ -65,7 +65,7 @@ materialised *materialised_create(const materialised_problem *problem, const bla
     run->kernels = row_kernels_best();
     run->heads = calloc((size_t)problem->heads, sizeof *run->heads);
     bool complete = run->heads != NULL;
-    if (problem->memory == MATERIALISED_IN_PLACE) {
+    if (problem->memory == MATERIALIZED_IN_PLACE) {
         for (int64_t h = 0; complete && h < problem->heads; h++) {
             run->heads[h] = (head_matrices){reused_matrix(problem->length), reused_matrix(problem->length)};
             complete = run->heads[h].p && run->heads[h].s;
@@ -73,11 +73,11 @@ materialised *materialised_create(const materialised_problem *problem, const bla
     }
     if (complete)
         return run;
-    materialised_destroy(run);
+    materialized_destroy(run);
     return NULL;
 }
 
-void materialised_destroy(materialised *run)
+void materialized_destroy(materialized *run)
 {
     if (run == NULL)
         return;
@@ -108,7 +108,7 @@ static void softmax_rows(void *context, int64_t row_begin, int64_t row_end)
     }
 }
 
-static void logits_of(const materialised *run, const float *q, const float *k, float *logits)
+static void logits_of(const materialized *run, const float *q, const float *k, float *logits)
 {
     const int64_t length = run->problem.length, dim = run->problem.dim;
     const blas_operand queries = {q, dim, false};
@@ -116,9 +116,9 @@ static void logits_of(const materialised *run, const float *q, const float *k, f
     blas_multiply(run->library, run->problem.scale, queries, keys, logits, length, length, dim);
 }
 
-static void forward_head(const materialised *run, int64_t h, float *x, float *y, int threads)
+static void forward_head(const materialized *run, int64_t h, float *x, float *y, int threads)
 {
-    const materialised_problem *const problem = &run->problem;
+    const materialized_problem *const problem = &run->problem;
     const int64_t tensor = h * problem->length * problem->dim;
     logits_of(run, problem->q_t + tensor, problem->k_t + tensor, x);
     logits_of(run, problem->q_s + tensor, problem->k_s + tensor, y);
@@ -135,13 +135,13 @@ static void forward_head(const materialised *run, int64_t h, float *x, float *y,
     parallel_rows(threads, problem->length, softmax_rows, &pass);
 }
 
-bool materialised_forward(materialised *run, int threads)
+bool materialized_forward(materialized *run, int threads)
 {
-    const materialised_problem *const problem = &run->problem;
+    const materialized_problem *const problem = &run->problem;
     blas_set_threads(run->library, threads);
     for (int64_t h = 0; h < problem->heads; h++) {
         head_matrices *const head = &run->heads[h];
-        if (problem->memory == MATERIALISED_IN_PLACE) {
+        if (problem->memory == MATERIALIZED_IN_PLACE) {
             forward_head(run, h, head->p, head->s, threads);
             continue;
         }
@@ -178,9 +178,9 @@ static void gradient_rows(void *context, int64_t row_begin, int64_t row_end)
     }
 }
 
-static void backward_head(const materialised *run, int64_t h, float *dy, int threads)
+static void backward_head(const materialized *run, int64_t h, float *dy, int threads)
 {
-    const materialised_problem *const problem = &run->problem;
+    const materialized_problem *const problem = &run->problem;
     const int64_t length = problem->length, dim = problem->dim, tensor = h * length * dim;
     gradient_pass pass = {
         .kernels = run->kernels,
@@ -198,13 +198,13 @@ static void backward_head(const materialised *run, int64_t h, float *dy, int thr
                   length);
 }
 
-bool materialised_backward(materialised *run, int threads)
+bool materialized_backward(materialized *run, int threads)
 {
-    const materialised_problem *const problem = &run->problem;
+    const materialized_problem *const problem = &run->problem;
     blas_set_threads(run->library, threads);
     for (int64_t h = 0; h < problem->heads; h++) {
         head_matrices *const head = &run->heads[h];
-        if (problem->memory == MATERIALISED_IN_PLACE) {
+        if (problem->memory == MATERIALIZED_IN_PLACE) {
             backward_head(run, h, head->s, threads);
             continue;
         }
