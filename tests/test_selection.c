@@ -14,9 +14,10 @@
 #include "base/problem.h"
 #include "base/side.h"
 #include "case_words.h"
-#include "fixture.h"
 #include "cuda/backend.h"
 #include "cuda/select.h"
+#include "fixture.h"
+#include "support.h"
 
 static const char *const gpus[] = {"a100", "b200", "h100", "h200", "l40s", "rtx5090"};
 static const char *const op_names[] = {"forward", "backward", "forward_backward", "partial", "attention_backward"};
