@@ -4,7 +4,7 @@
     torchrun --nproc-per-node=8 examples/context_parallel.py --length 1048576  # one GPU per process, with NCCL
 
 Every process holds its zigzag shard of the tokens: chunk r and chunk 2 W - 1 - r of 2 W. DDP averages the gradients of the
-weights over the processes, so the loss is computed with cp_grads="mean".
+weights over the processes, so the loss is computed with gradients="mean".
 """
 
 import argparse
@@ -59,14 +59,13 @@ def main():
     optimizer = torch.optim.Adam(student.parameters(), lr=0.02)
     tokens = shard(make_tokens(arguments.length, features), group).to(device)  # [1, length / W, features]
 
+    parallel = streamkl.Parallel(group, layout="zigzag", comm=arguments.comm, gradients="mean")
     for step in range(arguments.steps):
         begin = time.perf_counter()
         with torch.no_grad():
             q_t, k_t = teacher(tokens)
         q_s, k_s = student(tokens)
-        loss = streamkl.attention_kl(
-            q_t, k_t, q_s, k_s, causal=True, cp_group=group, cp_layout="zigzag", cp_comm=arguments.comm, cp_grads="mean"
-        )
+        loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, causal=True, parallel=parallel)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

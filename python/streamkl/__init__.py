@@ -8,6 +8,7 @@ attention                        attention whose backward carries its KL to a te
 attention_map                    where two models attend, and where their KL comes from
 explain, explain_indexer         the launches of a call, and the reasons
 hf.AttentionDistiller            distills Hugging Face models without changes to their code
+Parallel                         process groups of a call that is split over ranks
 parallel                         sequences, split over the ranks of torch.distributed
 reference                        plain implementations that store the matrices
 """
@@ -18,10 +19,11 @@ from ._attention_kl import attention_kl
 from ._carried import CarriedKL, attention
 from .indexer import IndexerRows, indexer_kl
 from .loss import AttentionKLLoss, IndexerKLLoss
+from ._options import Parallel
 from .maps import AttentionMap, attention_map
 
 __all__ = [
-    "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "attention", "attention_kl", "attention_map", "explain",
+    "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "attention", "attention_kl", "attention_map", "explain",
     "explain_indexer", "hf", "indexer_kl", "parallel", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from . import _library as lib
+from ._call import row_names
 from ._check_lse import check_both_lses, is_lse_check_on
 from ._checks import sizes
 from ._distributed import may_be_distributed
-from ._mean import divided, row_count, weighted
+from ._mean import attends_everywhere, divided, total_weight, weighted
 from ._ops import BOTH_LSES, Forward, OnePass, Operators
-from ._options import (
-    AllAttentionOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, translate,
-)  # fmt: skip
+from ._options import AttentionOptions, Parallel, Reduction, check_flags, check_tensors, translate, with_options
 from ._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, KL_FORWARD
 
 if TYPE_CHECKING:
@@ -23,55 +22,46 @@ if TYPE_CHECKING:
 
 @overload
 def attention_kl(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, *, return_lse: Literal[False] = False,
-    **options: Unpack[AllAttentionOptions],
-) -> torch.Tensor: ...  # fmt: skip
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...
 
 
 @overload
-def attention_kl(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, *, return_lse: Literal[True],
-    **options: Unpack[AllAttentionOptions],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
-@may_be_distributed
 def attention_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,
     q_s: torch.Tensor,
     k_s: torch.Tensor,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale_t: float | None = None,
-    softmax_scale_s: float | None = None,
-    softcap_t: float = 0.0,
-    softcap_s: float = 0.0,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    key_lengths: torch.Tensor | None = None,
-    key_begin: torch.Tensor | None = None,
-    key_end: torch.Tensor | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@may_be_distributed
+@with_options(AttentionOptions)
+def attention_kl(
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    *,
     sink_t: torch.Tensor | None = None,
     sink_s: torch.Tensor | None = None,
-    direction: Direction = "forward",
     reduction: Reduction = "mean",
     row_weight: torch.Tensor | None = None,
     lse_t: torch.Tensor | None = None,
     lse_s: torch.Tensor | None = None,
-    deterministic: bool = False,
     check_lse: bool = False,
     return_lse: bool = False,
-    layout: Layout = "bnhd",
-    cp_group: Any = None,
-    cp_layout: CpLayout = "zigzag",
-    cp_comm: CpComm = "allgather",
-    cp_grads: CpGrads = "sum",
-    tp_group: Any = None,
-    loss_group: Any = None,
+    parallel: Parallel | None = None,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL divergence between a teacher's and a student's attention, without the N x N matrices.
 
@@ -92,65 +82,8 @@ def attention_kl(
             learns the mean of ``group_size`` consecutive teacher heads. Head sizes and types of teacher and student may
             differ.
         k_s: student keys, ``[batch, len_k, key_heads_s, dim_s]``.
-        causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
-        window_size: ``(left, right)``: a query attends to at most ``left`` keys before it and ``right`` keys after it; -1: no
-            limit.
-        softmax_scale_t: factor of the teacher's dot products; default ``1 / sqrt(dim_t)``.
-        softmax_scale_s: the same for the student; default ``1 / sqrt(dim_s)``.
-        softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
-        softcap_s: the same for the student.
-        cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b
-            has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32, where a value out of
-            range becomes the nearest int32. The CPU refuses lengths outside of the tensors; a GPU limits them to the tensors,
-            because a check would need a host-device synchronisation.
-        cu_seqlens_k: the same for the keys.
-        max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
-        max_seqlen_k: the same for the keys.
-        key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
-            Padding does not move positions.
-        key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``, int32 or int64: a query attends to no key before
-            ``key_begin``, counted from the start of its own sequence. Row bounds come on top of all other masks. They must
-            not decrease within a sequence; a row may be empty. One call serves what is not a single causal mask: a zigzag
-            shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
-            invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
-        key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
-        sink_t: attention sinks of the teacher, ``[heads_t]``: the softmax of a head has one more outcome with this logit (natural
-            log, neither scaled nor capped), which belongs to no key. A sink is an outcome of both distributions, so both or
-            none must be given. All LSEs include it. A row that attends to no key has no sink.
-        sink_s: the same for the student, ``[heads_s]``. Gradients flow to both. With ``heads_t > heads_s`` sinks need
-            ``direction="forward"`` and a teacher without gradients.
-        direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
-        reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
-        row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
-            ``[heads_s, total_q]``. A row of weight 0 adds nothing to the loss, even if it contains NaN; on a GPU such a NaN
-            still reaches the gradients.
-        lse_t: the teacher's log-sum-exp (natural log, f32) of each row, ``[batch, heads_t, len_q]``, packed
-            ``[heads_t, total_q]``, as flash attention returns it. With both LSEs and a scalar reduction, the forward computes
-            loss and gradients in one pass, which is two thirds of the work; both must then cover exactly the visible keys.
-            The backward multiplies the gradients by the upstream gradient; those of f16 tensors are f32 until then.
-            ``lse_t`` alone saves a pass if ``heads_t > heads_s``, and may cover more keys: P is then the conditional
-            distribution on the visible keys.
-        lse_s: the same for the student, ``[batch, heads_s, len_q]``.
-        deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
-            Only Hopper GPUs are faster without it, for heads of up to 128 dimensions.
-        check_lse: compute both given LSEs again for some rows, and raise an error if they differ: wrong LSEs give a wrong loss and
-            nothing else tells. Waits for the GPU. The environment variable ``STREAMKL_CHECK_LSE=1`` does the same.
+        {options}
         return_lse: also return both LSEs.
-        layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
-        cp_group: context parallelism: a process group whose ranks hold equal shards of the queries and keys of every sequence,
-            each its own ``q``, ``k``, ``row_weight`` and LSEs. ``cu_seqlens`` are those of the shard; masks and ``key_lengths``
-            count in the whole sequence. The loss is that of the whole batch on every rank, and gradients are those of
-            the rank's shards. Every rank must also run the backward, with the same upstream gradient.
-        cp_layout: ``"zigzag"``: sequences are cut into 2 W chunks, and rank r of W holds chunks r and 2 W - 1 - r, in this order;
-            ``"contiguous"``: rank r holds the r-th of W chunks.
-        cp_comm: ``"allgather"``: ranks gather all keys, in slices of heads; ``"ring"``: key shards visit every rank.
-        cp_grads: how you reduce the gradients of weights over ``cp_group``: ``"sum"``, or ``"mean"`` as DDP and FSDP do, which
-            multiplies all gradients by the size of the group.
-        tp_group: tensor parallelism over teacher heads: all ranks hold the same student and equally many of the teacher heads of
-            every student head. The loss is the mean of the ranks' KLs, each to the mean of its own teacher heads; its
-            gradients are those of the KL to the mean of all. Needs ``direction="forward"`` and a detached teacher.
-        loss_group: ranks that hold other heads, or other batches, of the same call. Only the loss is reduced over them: sums and
-            row counts, so that ranks with more rows count more.
 
     Returns:
         The loss, f32: a scalar, or with ``reduction="none"`` the weighted KL of each row, ``[batch, heads_s, len_q]``, packed
@@ -159,15 +92,12 @@ def attention_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
-    refuse_transforms("attention_kl", q_t, k_t, q_s, k_s)
+    given = dict(sink_t=sink_t, sink_s=sink_s, row_weight=row_weight, lse_t=lse_t, lse_s=lse_s)
+    check_tensors("attention_kl", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional=given)
     sink_t, sink_s = _as_f32("sink_t", sink_t), _as_f32("sink_s", sink_s)
     check_flags(return_lse=return_lse, check_lse=check_lse)
-    lengths, options = translate(
-        _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
-        softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, softcap_s=softcap_s, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, key_lengths=key_lengths,
-        key_begin=key_begin, key_end=key_end, direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
-    )  # fmt: skip
+    gradients = _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s)
+    lengths, options = translate(AttentionOptions, gradients, {"reduction": reduction, **options})
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
     if row_weight is not None:
@@ -175,37 +105,37 @@ def attention_kl(
 
     tensors, given_lses = (q_t, k_t, q_s, k_s, None, sink_t, sink_s), (lse_t, lse_s)
     operators, groups = Operators, None
-    if cp_group is not None or tp_group is not None or loss_group is not None:
+    if parallel is not None:
         from .parallel import Groups
 
-        groups = Groups(cp_group, cp_layout, cp_comm, cp_grads, tp_group, loss_group)
-        operators = groups.operators(
-            (*tensors, None), (lse_t, lse_s, row_weight), lengths, options, reduction=reduction, return_lse=return_lse
-        )
-    is_split = groups is not None and groups.is_split
-    is_mean = reduction == "mean" and not (groups is not None and groups.reduces)
-    one_pass = options.gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
+        groups = Groups(parallel)
+        asked = dict(reduction=reduction, return_lse=return_lse)
+        operators = groups.operators((*tensors, None), (lse_t, lse_s, row_weight), lengths, options, **asked)
+    is_mean, reduces = reduction == "mean", groups is not None and groups.reduces
+    one_pass = gradients and reduction != "none" and (row_weight is None or not row_weight.requires_grad)
     if one_pass and lse_t is None and lse_s is None and lses_first(q_t, q_s, options):
         with torch.no_grad():
-            lse_t, lse_s = operators.forward(*tensors, None, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
+            lse_t, lse_s = operators.forward(*tensors, None, None, BOTH_LSES, *lengths, *options)
+    everywhere = is_mean and groups is None and attends_everywhere(q_s, k_s, lengths, options)
     if one_pass and lse_t is not None and lse_s is not None:
-        (loss,) = OnePass.apply(*tensors, (operators, None, lse_t, lse_s, row_weight, 0, is_mean, lengths, options))
+        mean = is_mean and not reduces, everywhere
+        (loss,) = OnePass.apply(*tensors, (operators, None, lse_t, lse_s, row_weight, 0, *mean, lengths, options))
     else:
-        rows = lib.KL | (lib.LSE_T | lib.LSE_S if return_lse else 0)
-        if options.gradients:
-            kl, *lses = Forward.apply(*tensors, (operators, None, lse_t, rows, lengths, options))
+        rows = lib.KL | (BOTH_LSES if return_lse or sink_t is not None else lib.LSE_S if is_mean and not everywhere else 0)
+        if gradients:
+            made = Forward.apply(*tensors, (operators, None, lse_t, rows, lengths, options))
         else:
-            rows |= BOTH_LSES if sink_t is not None else 0
-            kl, *lses = operators.forward(*tensors, None, lse_t, rows, *lengths, *options)
-        if return_lse:
-            lse_t, lse_s = lses
+            made = operators.forward(*tensors, None, lse_t, rows, *lengths, *options)
+        named = dict(zip(row_names(rows), made))
+        kl, lse_t, lse_s = named["kl"], named.get("lse_t"), named.get("lse_s")
         loss = weighted(kl, row_weight)
         if reduction != "none":
-            loss = divided(loss, row_count(q_s, k_s, row_weight, lengths, options) if is_mean else 1)
-    if is_lse_check_on(check_lse, *given_lses) and not is_split:  # the operator has checked all shapes
+            total = total_weight(kl, lse_s, row_weight, lengths) if is_mean and not reduces else 1
+            loss = divided(loss, total)
+    if is_lse_check_on(check_lse, *given_lses) and not (groups and groups.is_split):  # the operator has checked all shapes
         check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)
-    if groups is not None and groups.reduces and reduction != "none":
-        loss = groups.reduced_over_rows(loss, reduction, (*tensors, None), row_weight, lengths, options)
+    if groups is not None and reduces and reduction != "none":
+        loss = groups.reduced(loss, total_weight(loss, lse_s, row_weight, lengths) if is_mean else None)
     if not return_lse:
         return loss
     assert lse_t is not None and lse_s is not None

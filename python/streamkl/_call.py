@@ -7,54 +7,45 @@ they only allocate the results and fill in addresses.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from . import _library as lib
-from ._checks import describe
+from ._checks import INPUTS, LENGTHS, ROWS, TENSORS, describe
 from ._problem import Problem
 
-# The inputs of a call. w_s is given if the student is an indexer, v_s, o_s and do_s with its attention.
-_TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "sink_t", "sink_s", "indices")
-_ROWS = ("lse_t", "lse_s", "kl", "dot_t", "grad_kl")
-_LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "key_lengths", "key_begin", "key_end")
-_INPUTS, _VALUES = (*_TENSORS, *_ROWS, *_LENGTHS), ("v_s", "o_s", "do_s")
-TENSOR_COUNT, LENGTH_COUNT = len(_TENSORS), len(_LENGTHS)
-_ARRAYS = ("sink_t", "sink_s", *_LENGTHS)  # contiguous: only their addresses count
-_TRAINED = (*_TENSORS[:-1], "v_s")  # by the bits of skl_problem.gradients
+_SEPARATE = ("v_s", "o_s", "do_s", "states")  # inputs that are no members of skl_inputs
+_CONTIGUOUS = ("sink_t", "sink_s", *LENGTHS, "states")  # only their addresses count
+TRAINED = (*TENSORS[:-1], "v_s")  # by the bits of skl_problem.gradients
 
 
 # ---- Problems and plans --------------------------------------------------------------------------------------------
 
 
-def specs_of(tensors, lse_t, lse_s, row_weight, lengths, options):
-    """The arguments of describe()."""
-    return *map(_spec, (*tensors, lse_t, lse_s, row_weight, *lengths)), *options
+def specs_of(**tensors: torch.Tensor | None) -> tuple:
+    """The argument of describe(), from tensors by name."""
+    return tuple([_spec(tensors.get(name)) for name in INPUTS])
 
 
 def _spec(tensor):
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
-def describe_while_tracing(*call, one_pass: bool = False) -> Problem:
+def describe_while_tracing(given: tuple, options: tuple, one_pass: bool) -> Problem:
     """A compiler's sizes may be symbols. Messages of errors contain numbers even then."""
+    specs = tuple(map(_spec, given))
     try:
-        return describe(*call, one_pass=one_pass)
+        return describe(specs, options, one_pass)
     except ValueError:
-        describe(*map(_in_numbers, call), one_pass=one_pass)
+        numbers = [each and (tuple(int(size) for size in each[0]), *each[1:]) for each in specs]
+        describe(tuple(numbers), options, one_pass)
         raise
 
 
-def _in_numbers(value):
-    if isinstance(value, tuple):
-        shape, dtype, device = value
-        return tuple(int(size) for size in shape), dtype, device
-    return value
-
-
 @lru_cache(maxsize=4096)  # packed batches have new lengths at every step; a plan takes a few kilobytes
-def plan_for(*specs_and_options, one_pass: bool = False) -> lib.Plan:
-    return lib.Plan(describe(*specs_and_options, one_pass=one_pass))
+def plan_for(specs: tuple, options: tuple, one_pass: bool = False) -> lib.Plan:
+    return lib.Plan(describe(specs, options, one_pass))
 
 
 # ---- Results -------------------------------------------------------------------------------------------------------
@@ -71,15 +62,20 @@ def row_names(rows: int) -> tuple[str, ...]:
 
 
 def new_rows(q_t: torch.Tensor, rows: int, problem: Problem) -> list[torch.Tensor]:
+    if not 0 <= rows < len(_ROW_NAMES):
+        raise ValueError(f"rows={rows}: must be bits of {', '.join(lib.ROW_NAMES)}, at most {len(_ROW_NAMES) - 1}")
     of_teacher = ("lse_t", "dot_t")
     heads = [problem.heads_t if name in of_teacher else problem.heads_s for name in row_names(rows)]
     return [q_t.new_empty(problem.row_shape(count), dtype=torch.float32) for count in heads]
 
 
-def new_gradients(tensors, gradients: int, f32: bool) -> list[torch.Tensor]:
+def new_gradients(tensors: dict[str, Any], problem: Problem) -> list[torch.Tensor]:
     """Gradients have the strides of their tensors, so that they flow back through views without a copy."""
-    wanted = [tensor for bit, tensor in enumerate(tensors) if gradients >> bit & 1]
-    made = [torch.empty_like(tensor, dtype=torch.float32 if f32 else None) for tensor in wanted]
+    names = [name for bit, name in enumerate(TRAINED) if problem.gradients >> bit & 1]
+    if absent := [name for name in names if tensors.get(name) is None]:
+        raise ValueError(f"gradients={problem.gradients}: contains that of {absent[0]}, which is not given")
+    wanted = [tensors[name] for name in names]
+    made = [torch.empty_like(tensor, dtype=torch.float32 if problem.grad_f32 else None) for tensor in wanted]
     return [gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape) for gradient in made]
 
 
@@ -90,28 +86,29 @@ class Call:
     """An operation on inputs (shape, dtype, device, strides): its plan, its results, and its structs without addresses."""
 
     def __init__(self, op: int, rows: int, options: tuple, *inputs: tuple | None) -> None:
-        given = {name: each for name, each in zip((*_INPUTS, *_VALUES), inputs) if each is not None}
-        described = [given[name][:3] if name in given else None for name in _INPUTS if name not in ("kl", "dot_t")]
-        self.op, self.plan = op, plan_for(*described, *options, one_pass=op == lib.FORWARD_BACKWARD)
+        one_pass = op == lib.FORWARD_BACKWARD
+        self.op, self.plan = op, plan_for(tuple([each and each[:3] for each in inputs]), options, one_pass)
+        given = {name: each for name, each in zip(INPUTS, inputs) if each is not None}
         self.device, problem, empty = given["q_t"][2], self.plan.problem, torch.empty_strided
         tensors = {name: empty(each[0], each[3], dtype=each[1], device="meta") for name, each in given.items()}
-        # The library accepts any strides except in the last dimension of a tensor with heads.
-        strided = {name: each for name, each in tensors.items() if each.stride(-1) != 1 and each.shape[-1] != 1}
-        copied = {name: each.contiguous() for name, each in strided.items() if name not in (*_ROWS, *_ARRAYS)}
-        self.copied = [place for place, name in enumerate((*_INPUTS, *_VALUES)) if name in copied]
-        strides = {name: _strides(name, each, problem) for name, each in (tensors | copied).items()}
-        of_values = {name: strides.pop(name) for name in _VALUES if name in strides}
+        copied = {name for name, each in tensors.items() if given[name][4] or _needs_copy(name, each)}
+        self.copied = [place for place, name in enumerate(INPUTS) if name in copied]
+        strides = {
+            name: _strides(name, each.contiguous() if name in copied else each, problem) for name, each in tensors.items()
+        }
+        separate = {name: strides.pop(name) for name in _SEPARATE if name in strides}
         self.inputs = lib.Template(lib.pack_inputs, strides)
 
         made = new_rows(tensors["q_t"], rows, problem)
         self.rows = lib.Template(lib.pack_rows, {n: _strides(n, each, problem) for n, each in zip(row_names(rows), made)})
         self.row_count = len(made)
         if op in (lib.BACKWARD, lib.FORWARD_BACKWARD, lib.ATTENTION_BACKWARD):
-            made += new_gradients([tensors.get(name) for name in _TRAINED], problem.gradients, problem.grad_f32)
-            names = ["d" + name for bit, name in enumerate(_TRAINED) if problem.gradients >> bit & 1]
+            made += new_gradients(tensors, problem)
+            names = ["d" + name for bit, name in enumerate(TRAINED) if problem.gradients >> bit & 1]
             strides = {n: _strides(n, each, problem) for n, each in zip(names, made[self.row_count :])}
-            if of_values:
-                self.values = lib.Template(lib.pack_attention, of_values | {"dv_s": strides.pop("dv_s")})
+            if op == lib.ATTENTION_BACKWARD:
+                of_v = {"dv_s": strides.pop("dv_s")} if "dv_s" in strides else {}
+                self.values = lib.Template(lib.pack_attention, separate | of_v)
             self.gradients = lib.Template(lib.pack_gradients, strides)
         self.results = [(each.shape, each.stride(), each.dtype) for each in made]
 
@@ -123,7 +120,7 @@ class Call:
         if self.op != lib.FORWARD:
             outputs = *outputs, self.gradients.fill(made[self.row_count :])
         if self.op == lib.ATTENTION_BACKWARD:
-            outputs = self.values.fill((*given[len(_INPUTS) :], made[-1])), *outputs
+            outputs = self.values.fill((*given[_FIRST_VALUE:], made[-1])), *outputs
         self.run(given, outputs, execute)
         return made
 
@@ -132,26 +129,38 @@ class Call:
         execute(self.plan, self.op, self.inputs.fill(given), outputs, self.device)
 
 
+def _needs_copy(name: str, tensor: torch.Tensor) -> bool:
+    """The library accepts any strides except in the last dimension of a tensor with heads. Arrays must be contiguous."""
+    if name in ROWS:
+        return False
+    return not tensor.is_contiguous() if name in _CONTIGUOUS else tensor.stride(-1) != 1 and tensor.shape[-1] != 1
+
+
 def _strides(name: str, tensor: torch.Tensor, problem: Problem) -> tuple[int, ...]:
     """(stride_batch, stride_head, stride_row) of a member of a struct; none for an array, of which only the address counts."""
-    if name in _ARRAYS:
+    if name in _CONTIGUOUS:
         return ()
     if tensor.dim() == 1:  # the gradient of a sink
         return 0, 0, 0
     batch, first, second = (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
-    heads_first = problem.heads_first or name in (*_ROWS, *lib.ROW_NAMES)
+    heads_first = problem.heads_first or name in (*ROWS, *lib.ROW_NAMES)
     return (batch, first, second) if heads_first else (batch, second, first)
 
 
 prepared = lru_cache(maxsize=1024)(Call)
+_FIRST_VALUE = INPUTS.index("v_s")
 
 
 def prepare(op: int, rows: int, given: tuple, options: tuple) -> tuple[Call, tuple]:
-    """The call of an operation on the tensors `given`, in the order of _INPUTS and _VALUES, and these tensors as it reads them."""
-    inputs = [None if each is None else (each.shape, each.dtype, each.device, each.stride()) for each in given]
+    """The call of an operation on the tensors `given`, in the order of INPUTS, and these tensors as it reads them."""
+    inputs = [
+        None if each is None else (each.shape, each.dtype, each.device, each.stride(), each.is_neg()) for each in given
+    ]
     call = prepared(op, rows, options, *inputs)
     if call.copied:
-        given = tuple(each.contiguous() if place in call.copied else each for place, each in enumerate(given))
+        given = tuple(
+            each.resolve_neg().contiguous() if place in call.copied else each for place, each in enumerate(given)
+        )
     return call, given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Callable, Literal, NamedTuple
@@ -10,16 +11,14 @@ import torch
 
 from . import _library as lib
 from ._attention_kl import expand_weight
-from ._call import specs_of
-from ._checks import check_attention, describe
-from ._mean import row_count
-from ._ops import Operators, carries_kl
-from ._options import Direction, Layout, Lengths, check_flags, refuse_transforms, translate
+from ._call import plan_for, specs_of
+from ._mean import attends_everywhere, nonzero, total_weight
+from ._ops import BOTH_LSES, Operators, carries_kl
+from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_tensors, translate, with_options
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
 
 GRADIENTS = DQ_S | DK_S | DV_S
-_NO_LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, key_lengths=None)
 
 
 @dataclass
@@ -29,7 +28,9 @@ class Term:
     q_t: torch.Tensor
     k_t: torch.Tensor
     lse_t: torch.Tensor | None  # None: computed in the backward
-    row_weight: torch.Tensor  # f32, [batch, heads_s, len_q] or packed [heads_s, total_q]
+    kl_weight: torch.Tensor  # f32, of one element
+    row_weight: torch.Tensor | None  # f32, [batch, heads_s, len_q] or packed [heads_s, total_q]
+    is_mean: bool
     lengths: Lengths
     options: Any  # Options
     with_value: bool = True  # the backward computes the KL of each row
@@ -47,9 +48,14 @@ class Term:
         """Bits of _library. Gradients of KL(S || P) need the KL."""
         return lib.KL if self.with_value or self.options.direction == KL_REVERSE else 0
 
-    def rows(self, kl: torch.Tensor) -> torch.Tensor:
-        """The weights, in the layout of the call."""
-        return self.unpacked(self.row_weight, kl.shape[0]) if self.row_weight.dim() else self.row_weight
+    def weights(self, lse_s: torch.Tensor) -> torch.Tensor:
+        """The factor of each KL in the loss: one number, or one per row."""
+        weight = self.kl_weight if self.row_weight is None else self.kl_weight * self.row_weight
+        if not self.is_mean:
+            return weight
+        everywhere = attends_everywhere(self.q_t, self.k_t, self.lengths, self.options)
+        total = total_weight(lse_s, None if everywhere else lse_s, self.row_weight, self.lengths)
+        return weight / (nonzero(total) if isinstance(total, torch.Tensor) else max(total, 1))
 
 
 class Slot:
@@ -62,11 +68,11 @@ class Slot:
         self.kl: torch.Tensor | None = None  # after the backward, if the term asks for it
         self._value: torch.Tensor | None = None
 
-    def finish(self, rows: list[torch.Tensor]) -> None:
+    def finish(self, rows: list[torch.Tensor], weight: torch.Tensor) -> None:
         """Keeps the KL, if it was computed, and frees the teacher."""
         assert self.term is not None
         for kl in rows:
-            weight = self.term.rows(kl)
+            weight = self.term.unpacked(weight, kl.shape[0]) if weight.dim() else weight
             self.kl, self._value = kl, torch.where(weight == 0, 0.0, kl * weight).sum()
         self.is_done, self.term = True, None
 
@@ -127,14 +133,14 @@ class Carried(torch.autograd.Function):
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
             return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
-        operands = _Operands.of(term, q, k, lse, scale)
-        if carries_kl(*operands):
+        operands, weight = _operands(term, q, k, lse, scale)
+        if carries_kl(operands):
             *rows, dq, dk, dv = _in_one_call(operands, term, v, output, grad_output)
         else:
             with fixed_order(q, term) if term.options.deterministic else nullcontext():
                 own = _own_backward(ctx.compute, q, k, v, grad_output)
             *rows, dq, dk, dv = _apart(operands, term, own)
-        slot.finish(rows)
+        slot.finish(rows, weight)
         return dq, dk, dv, None, None
 
 
@@ -154,22 +160,23 @@ class _Operands(NamedTuple):
     k_s: torch.Tensor
     lse_t: torch.Tensor
     lse_s: torch.Tensor
-    row_weight: torch.Tensor
+    grad_kl: torch.Tensor
     lengths: Lengths
     options: Any
 
-    @staticmethod
-    def of(term: Term, q, k, lse_s, scale) -> _Operands:
-        """`scale` multiplies the weights of the term. LSEs that are not known are computed."""
-        q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
-        lse_t = term.lse_t
-        if lse_t is None or lse_s is None:
-            computed_t, computed_s = Operators.forward(
-                term.q_t, term.k_t, q, k, None, None, None, None, lse_t, lib.LSE_T | lib.LSE_S, *term.lengths, *term.options
-            )
-            lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
-        weight = (term.row_weight * scale).expand(lse_s.shape)
-        return _Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, weight, term.lengths, term.options)
+
+def _operands(term: Term, q, k, lse_s, scale) -> tuple[_Operands, torch.Tensor]:
+    """The operands, whose weights are those of the term times `scale`, and the weights. Computes LSEs that are not known."""
+    q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
+    lse_t = term.lse_t
+    if lse_t is None or lse_s is None:
+        computed_t, computed_s = Operators.forward(
+            term.q_t, term.k_t, q, k, None, None, None, None, lse_t, BOTH_LSES, *term.lengths, *term.options
+        )
+        lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
+    weight = term.weights(lse_s)
+    scaled = (weight * scale).expand(lse_s.shape)
+    return _Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, scaled, term.lengths, term.options), weight
 
 
 def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
@@ -195,11 +202,12 @@ def _apart(operands: _Operands, term: Term, own):
 
 def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, with_value, packs_batch, **options) -> Term:
     """The mean KL over rows, with the arguments of attention_kl."""
-    lengths, translated = translate(GRADIENTS, direction=direction, **{**_NO_LENGTHS, **options})
-    weight = _weight_of_rows(q_s, k_s, 1.0, row_weight, "mean", lengths, translated)
-    return Term(q_t, k_t, lse_t, weight, lengths, translated, with_value, packs_batch)
+    lengths, translated = translate(AttentionOptions, GRADIENTS, {"direction": direction, **options})
+    weights = _weights(q_s, 1.0, row_weight, lengths, translated)
+    return Term(q_t, k_t, lse_t, *weights, True, lengths, translated, with_value, packs_batch)
 
 
+@with_options(CarriedOptions)
 @torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
 def attention(
     q: torch.Tensor,
@@ -212,24 +220,9 @@ def attention(
     kl_weight: float | torch.Tensor = 1.0,
     inject: bool = True,
     kl_value: bool = True,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softmax_scale_t: float | None = None,
-    softcap: float = 0.0,
-    softcap_t: float = 0.0,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    key_lengths: torch.Tensor | None = None,
-    key_begin: torch.Tensor | None = None,
-    key_end: torch.Tensor | None = None,
-    direction: Direction = "forward",
     reduction: Literal["mean", "sum"] = "mean",
     row_weight: torch.Tensor | None = None,
-    deterministic: bool = False,
-    layout: Layout = "bnhd",
+    **options: Any,
 ) -> tuple[torch.Tensor, CarriedKL]:
     """Attention of a student whose backward adds the gradient of its KL to a teacher.
 
@@ -243,8 +236,6 @@ def attention(
         v: values, of the shape of the keys.
         q_t: teacher queries, as in :func:`streamkl.attention_kl`. The teacher receives no gradient.
         k_t: teacher keys.
-        lse_t: the teacher's log-sum-exp of each row, ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``,
-            over the visible keys. Default: the backward computes it, in a separate pass.
         kl_weight: factor of the KL in the loss: a number, or a tensor with one element.
         inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale
             belongs in ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``:
@@ -252,27 +243,10 @@ def attention(
             ``kl_weight``.
         kl_value: the backward computes ``handle.kl``. On a GPU this takes a forward pass; without it there is only
             the gradient.
-        causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
-        window_size: as in :func:`streamkl.attention_kl`, like all options below. Off a GPU, or with f32, windows
-            and lengths make the forward store the matrix of probabilities.
-        softmax_scale: factor of the dot products; default ``1 / sqrt(dim)``.
-        softmax_scale_t: the same for the teacher.
-        softcap: caps the logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
-        softcap_t: the same for the teacher.
-        cu_seqlens_q: for packed sequences in tensors ``[total_q, heads, dim]``.
-        cu_seqlens_k: the same for the keys.
-        max_seqlen_q: length of the longest sequence, or an upper bound.
-        max_seqlen_k: the same for the keys.
-        key_lengths: ``[batch]``: keys from ``key_lengths[b]`` on are padding.
-        key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``.
-        key_end: the same for the first key that a query does not attend to.
-        direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
-        reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``.
-        row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads, len_q]``, packed ``[total_q]`` or
-            ``[heads, total_q]``.
-        deterministic: gradients have the same bits on every run. On a GPU the attention's own backward is then torch's:
-            flash attention or, with f32, row bounds or softcaps, stored matrices.
-        layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
+        {options}
+
+    Windows and lengths make the forward store the matrix of probabilities off a GPU, with f32, and with heads of more than
+    256 dimensions.
 
     Returns:
         ``(out, handle)``: the output, of the shape of ``q``, and a handle with ``handle.kl`` after the backward.
@@ -280,38 +254,32 @@ def attention(
     Raises:
         ValueError: an argument does not fit.
     """
-    refuse_transforms("attention", q, k, v)
+    given = dict(row_weight=row_weight, lse_t=lse_t)
+    check_tensors("attention", q=q, k=k, v=v, q_t=q_t, k_t=k_t, optional=given)
     check_flags(inject=inject, kl_value=kl_value)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r}: must be 'mean' or 'sum'")
     q, k, v = map(as_autocast, (q, k, v))
-    lengths, options = translate(
-        GRADIENTS, causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale,
-        softcap_t=softcap_t, softcap_s=softcap, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k, key_lengths=key_lengths, key_begin=key_begin, key_end=key_end, direction=direction,
-        deterministic=deterministic, layout=layout,
-    )  # fmt: skip
+    lengths, options = translate(CarriedOptions, GRADIENTS, {"reduction": reduction, **options})
     check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
-    weight = _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options)
+    weights = _weights(q, kl_weight, row_weight, lengths, options)
     slot = Slot(inject)
     lse_t = None if lse_t is None else lse_t.detach()
-    slot.term = Term(q_t.detach(), k_t.detach(), lse_t, weight, lengths, options, kl_value)
+    slot.term = Term(q_t.detach(), k_t.detach(), lse_t, *weights, reduction == "mean", lengths, options, kl_value)
     out, loss = Carried.apply(q, k, v, slot, lambda q, k, v: attend(q, k, v, lengths, options))
     return out, CarriedKL(loss, slot)
 
 
 def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> None:
     """The rules of the operator, at once and not in the backward."""
-    describe(*specs_of((q_t, k_t, q, k, None, None, None, None), lse_t, None, None, lengths, options))
-    check_attention((q, k), (v, q, q))
+    try:
+        plan_for(specs_of(q_t=q_t, k_t=k_t, q_s=q, k_s=k, v_s=v, lse_t=lse_t, **lengths._asdict()), options)
+    except ValueError as error:
+        raise ValueError(re.sub(r"\b(q|k|v|dim)_s\b", r"\1", str(error))) from None  # by the names of this function
 
 
-def _weight_of_rows(q, k, kl_weight, row_weight, reduction, lengths, options) -> torch.Tensor:
-    """The factor of each KL in the loss, f32: one number, or one per row."""
-    if isinstance(kl_weight, torch.Tensor) and (kl_weight.numel() != 1 or kl_weight.requires_grad):
+def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weights of a term, f32."""
+    is_tensor = isinstance(kl_weight, torch.Tensor)
+    if kl_weight.numel() != 1 or kl_weight.requires_grad if is_tensor else not isinstance(kl_weight, (float, int)):
         raise ValueError("kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows")
     weight = torch.as_tensor(kl_weight, dtype=torch.float32, device=q.device).reshape(())
-    if row_weight is not None:
-        row_weight = expand_weight(row_weight, q, lengths, options)
-        weight = weight * row_weight
-    return weight / row_count(q, k, row_weight, lengths, options) if reduction == "mean" else weight
+    return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options)

@@ -5,6 +5,7 @@ The library checks the rules about values: scales, windows, the contents of leng
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,14 @@ import torch
 from ._problem import CPU, CUDA, INDEXER, Options, Problem
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # skl_dtype
+
+# The tensors that operators take: the four of the models, those of indexers and sinks, row vectors, length arrays, and those of
+# the student's attention and of row states.
+TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "sink_t", "sink_s", "indices")
+ROWS = ("lse_t", "lse_s", "kl", "dot_t", "grad_kl")
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "key_lengths", "key_begin", "key_end")
+INPUTS = (*TENSORS, *ROWS, *LENGTHS, "v_s", "o_s", "do_s", "states")
+STATE = 5  # floats of a skl_row_state
 
 # (shape, dtype, device) of a tensor; None where the tensor is absent.
 Spec = Any
@@ -26,6 +35,14 @@ def _shape_text(shape) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"
 
 
+def _check_type(name: str, dtype: torch.dtype) -> None:
+    _require(
+        dtype in DTYPES,
+        f"{name}: dtype {dtype} must be torch.float32, torch.float16 or torch.bfloat16: convert it with {name}.float(); "
+        "streamkl.reference computes in float64",
+    )
+
+
 def _check_side(q_name: str, q: Spec, k_name: str, k: Spec, packed: bool, heads_first: bool) -> None:
     """Rules about the queries and keys of one model."""
     ndim = 3 if packed else 4
@@ -34,7 +51,7 @@ def _check_side(q_name: str, q: Spec, k_name: str, k: Spec, packed: bool, heads_
     expected = shapes[packed, heads_first] + (" with cu_seqlens" if packed else "")
     for name, (shape, dtype, _) in (q_name, q), (k_name, k):
         _require(len(shape) == ndim, f"{name}: shape {_shape_text(shape)} must be {expected}")
-        _require(dtype in DTYPES, f"{name}: dtype {dtype} must be torch.float32, torch.float16 or torch.bfloat16")
+        _check_type(name, dtype)
     _require(q[1] == k[1], f"{q_name} is {q[1]} and {k_name} is {k[1]}: must be of one type")
     _require(
         q[0][-1] == k[0][-1],
@@ -110,61 +127,65 @@ def _check_heads(size: _Sizes, heads_s: int, q_t: Spec, student_name: str, stude
         )
 
 
-def _check_rows(
-    size: _Sizes, heads_s: int, packed: bool, lse_t: Spec, lse_s: Spec, row_weight: Spec, key_lengths: Spec,
-    key_begin: Spec, key_end: Spec,
-) -> None:  # fmt: skip
-    """Rules about row vectors, key_lengths and row bounds."""
+def _check_others(given: Any, size: _Sizes, heads_s: int, packed: bool, sequences: int) -> None:
+    """Shape and type of everything except queries, keys and the tensors of an indexer."""
 
     def rows(heads):
         return (heads, size.len_q) if packed else (size.batch, heads, size.len_q)
 
     bounds = (size.len_q,) if packed else (size.batch, size.len_q)
     expected = {
-        "lse_t": (lse_t, rows(size.heads_t), torch.float32),
-        "lse_s": (lse_s, rows(heads_s), torch.float32),
-        "row_weight": (row_weight, rows(heads_s), torch.float32),
-        "key_lengths": (key_lengths, (size.batch,), torch.int32),
-        "key_begin": (key_begin, bounds, torch.int32),
-        "key_end": (key_end, bounds, torch.int32),
+        "lse_t": (rows(size.heads_t), torch.float32),
+        "lse_s": (rows(heads_s), torch.float32),
+        "kl": (rows(heads_s), torch.float32),
+        "dot_t": (rows(size.heads_t), torch.float32),
+        "grad_kl": (rows(heads_s), torch.float32),
+        "states": ((*rows(heads_s), STATE), torch.float32),
+        "sink_t": ((size.heads_t,), torch.float32),
+        "sink_s": ((heads_s,), torch.float32),
+        "cu_seqlens_q": ((sequences + 1,), torch.int32),
+        "cu_seqlens_k": ((sequences + 1,), torch.int32),
+        "key_lengths": ((size.batch,), torch.int32),
+        "key_begin": (bounds, torch.int32),
+        "key_end": (bounds, torch.int32),
+        "v_s": given.k_s[:2],
+        "o_s": given.q_s[:2],
+        "do_s": given.q_s[:2],
     }
-    for name, (given, shape, dtype) in expected.items():
-        if given is not None:
-            _require(tuple(given[0]) == shape, f"{name}: shape {_shape_text(given[0])} must be {_shape_text(shape)}")
-            _require(given[1] == dtype, f"{name}: dtype {given[1]} must be {dtype}")
+    for name, (shape, dtype) in expected.items():
+        spec = getattr(given, name)
+        if spec is not None:
+            _require(tuple(spec[0]) == tuple(shape), f"{name}: shape {_shape_text(spec[0])} must be {_shape_text(shape)}")
+            _require(spec[1] == dtype, f"{name}: dtype {spec[1]} must be {dtype}")
 
 
-def _check_sinks(size: _Sizes, heads_s: int, sink_t: Spec, sink_s: Spec) -> None:
+def _check_sinks_given(sink_t: Spec, sink_s: Spec) -> None:
     _require(
         (sink_t is None) == (sink_s is None),
         f"sink_{'s' if sink_s is None else 't'} is missing: a sink is an outcome of both distributions; without both sinks the "
         "KL is that of the distributions on the keys alone",
     )
-    for name, given, heads in ("sink_t", sink_t, size.heads_t), ("sink_s", sink_s, heads_s):
-        if given is not None:
-            _require(tuple(given[0]) == (heads,), f"{name}: shape {_shape_text(given[0])} must be [{heads}], one per head")
 
 
-def _check_sequences(size: _Sizes, packed: bool, cu_seqlens_q: Spec, cu_seqlens_k: Spec) -> int:
-    """Returns the number of sequences."""
-    if not packed:
+def _sequences(size: _Sizes, cu_seqlens_q: Spec, cu_seqlens_k: Spec) -> int:
+    """The number of sequences."""
+    if cu_seqlens_q is None:
         return size.batch
-    for name, given in ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k):
+    for name, (shape, dtype, _) in ("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k):
         _require(
-            len(given[0]) == 1 and given[0][0] > 0 and given[1] == torch.int32,
-            f"{name}: {given[1]} of shape {_shape_text(given[0])} must be torch.int32 of shape [sequences + 1]",
+            len(shape) == 1 and shape[0] > 0,
+            f"{name}: {dtype} of shape {_shape_text(shape)} must be torch.int32 of shape [sequences + 1]",
         )
-    sequences = cu_seqlens_q[0][0] - 1
-    _same("sequences", "cu_seqlens_q", cu_seqlens_q, sequences, "cu_seqlens_k", cu_seqlens_k, cu_seqlens_k[0][0] - 1)
+    sequences, of_keys = cu_seqlens_q[0][0] - 1, cu_seqlens_k[0][0] - 1
+    _same("sequences", "cu_seqlens_q", cu_seqlens_q, sequences, "cu_seqlens_k", cu_seqlens_k, of_keys)
     return sequences
 
 
-def _check_device(q_t: Spec, **others: Spec) -> torch.device:
-    device = q_t[2]
-    for name, given in others.items():
+def _check_device(given: Any) -> torch.device:
+    device = given.q_t[2]
+    for name, spec in vars(given).items():
         _require(
-            given is None or given[2] == device,
-            f"q_t is on {device} and {name} on {given and given[2]}: must be one device",
+            spec is None or spec[2] == device, f"q_t is on {device} and {name} on {spec and spec[2]}: must be one device"
         )
     _require(device.type in ("cpu", "cuda"), f"q_t is on {device}: must be on a CPU or a CUDA device")
     return device
@@ -178,35 +199,28 @@ def rounds_later(gradients: int, dtypes) -> bool:
     return any(dtype == torch.float16 and gradients >> bit & 1 for bit, dtype in enumerate(dtypes))
 
 
-def describe(
-    q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, w_s: Spec, sink_t: Spec, sink_s: Spec, indices: Spec, lse_t: Spec,
-    lse_s: Spec, row_weight: Spec,
-    cu_seqlens_q: Spec, cu_seqlens_k: Spec, key_lengths: Spec, key_begin: Spec, key_end: Spec, *options,
-    one_pass: bool = False,
-) -> Problem:  # fmt: skip
-    """The problem of a call with these tensors and options. With w_s the student is an indexer.
+def describe(specs: tuple, options: tuple, one_pass: bool = False) -> Problem:
+    """The problem of a call with inputs of these `specs`, in the order of INPUTS. With w_s the student is an indexer.
 
     Raises:
         ValueError: an argument does not fit.
     """
-    asked = Options(*options)
-    packed = _check_lengths_given(cu_seqlens_q, cu_seqlens_k, key_lengths)
+    asked, given = Options(*options), SimpleNamespace(**dict.fromkeys(INPUTS) | dict(zip(INPUTS, specs)))
+    q_t, k_t, q_s, k_s, w_s = given.q_t, given.k_t, given.q_s, given.k_s, given.w_s
+    packed = _check_lengths_given(given.cu_seqlens_q, given.cu_seqlens_k, given.key_lengths)
     size = _check_models(q_t, k_t, q_s, k_s, packed, asked.heads_first)
     of_indexer: dict[str, Any] = {}
     if w_s is None:
+        _require(given.indices is None, "indices: must be None without w_s: only an indexer takes lists of keys")
         heads_s = size.query_heads_s
         _check_heads(size, heads_s, q_t, "q_s", q_s)
     else:
-        heads_s, of_indexer = _check_indexer(q_t, q_s, w_s, indices, size, packed, asked.heads_first)
-    _check_rows(size, heads_s, packed, lse_t, lse_s, row_weight, key_lengths, key_begin, key_end)
-    _check_sinks(size, heads_s, sink_t, sink_s)
-    sequences = _check_sequences(size, packed, cu_seqlens_q, cu_seqlens_k)
-    device = _check_device(
-        q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, indices=indices, lse_t=lse_t, lse_s=lse_s, row_weight=row_weight,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, key_lengths=key_lengths,
-        key_begin=key_begin, key_end=key_end, sink_t=sink_t, sink_s=sink_s,
-    )  # fmt: skip
-    dtypes = [tensor and tensor[1] for tensor in (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)]
+        heads_s, of_indexer = _check_indexer(q_t, q_s, w_s, given.indices, size, packed, asked.heads_first)
+    _check_sinks_given(given.sink_t, given.sink_s)
+    sequences = _sequences(size, given.cu_seqlens_q, given.cu_seqlens_k)
+    _check_others(given, size, heads_s, packed, sequences)
+    device = _check_device(given)
+    dtypes = [tensor and tensor[1] for tensor in (q_t, k_t, q_s, k_s, w_s, given.sink_t, given.sink_s)]
     grad_f32 = asked.grad_f32 or (one_pass and rounds_later(asked.gradients, dtypes))
     return Problem(
         **asked._replace(grad_f32=grad_f32)._asdict(),
@@ -227,8 +241,8 @@ def describe(
         packed=packed,
         total_q=size.len_q if packed else 0,
         total_k=size.len_k if packed else 0,
-        row_bounds=key_begin is not None or key_end is not None,
-        sinks=sink_t is not None,
+        row_bounds=given.key_begin is not None or given.key_end is not None,
+        sinks=given.sink_t is not None,
     )
 
 
@@ -240,7 +254,7 @@ def _check_indexer(
         if given is not None:
             _check_row_vectors(name, given, size, packed, heads_first)
     heads_s, index_heads = sizes(w_s[0], packed, heads_first)[1], w_s[0][-1]
-    _require(w_s[1] in DTYPES, f"w_s: dtype {w_s[1]} must be torch.float32, torch.float16 or torch.bfloat16")
+    _check_type("w_s", w_s[1])
     _require(heads_s > 0, "w_s: must have at least one student head")
     _require(
         size.query_heads_s == heads_s * index_heads,
@@ -273,15 +287,3 @@ def _check_row_vectors(name: str, given: Spec, size: _Sizes, packed: bool, heads
         + (f"{size.len_q} rows" if packed else f"batch {size.batch} and length {size.len_q}")
         + ", as q_t has",
     )
-
-
-def check_attention(student, of_output) -> None:
-    """Values, output and its gradient have the shapes and the type of the student's keys and queries."""
-    q_s, k_s = student
-    v_s, o_s, do_s = of_output
-    for name, tensor, other, like in ("v", v_s, "k", k_s), ("out", o_s, "q", q_s), ("the gradient of out", do_s, "q", q_s):
-        _require(
-            tensor.shape == like.shape and tensor.dtype == like.dtype and tensor.device == like.device,
-            f"{name}: {tensor.dtype} {_shape_text(tensor.shape)} on {tensor.device} must be {like.dtype} "
-            f"{_shape_text(like.shape)} on {like.device}, as {other} is",
-        )

@@ -6,7 +6,6 @@ import functools
 from typing import Any, Callable, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_GROUPS = ("cp_group", "tp_group", "loss_group")
 
 
 def may_be_distributed(function: _Function) -> _Function:
@@ -18,7 +17,7 @@ def may_be_distributed(function: _Function) -> _Function:
             from .parallel._dtensor import call_on_shards
 
             return call_on_shards(function, args, kwargs)
-        if [name for name in _GROUPS if kwargs.get(name) is not None]:
+        if kwargs.get("parallel") is not None:
             from .parallel._groups import call_in_eager_mode
 
             return call_in_eager_mode(function, args, kwargs)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _library as lib
 from ._ops import KERNELS
-from ._options import AllAttentionOptions, AllIndexerOptions
+from ._options import AttentionOptions, IndexerOptions
 from ._attention_kl import attention_kl
 from .indexer import indexer_kl
 
@@ -47,7 +47,7 @@ def _explain(function, tensors, gpu, options) -> str:
 
 def explain(
     q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, *, gpu: str | None = None,
-    return_lse: bool = False, **options: Unpack[AllAttentionOptions],
+    return_lse: bool = False, **options: Unpack[AttentionOptions],
 ) -> str:  # fmt: skip
     """The launches of :func:`streamkl.attention_kl` with the same arguments, and of its backward if gradients are required.
 
@@ -75,7 +75,7 @@ def explain(
 
 def explain_indexer(
     q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, w_s: torch.Tensor,
-    indices: torch.Tensor | None = None, *, gpu: str | None = None, return_rows: bool = False, **options: Unpack[AllIndexerOptions],
+    indices: torch.Tensor | None = None, *, gpu: str | None = None, return_rows: bool = False, **options: Unpack[IndexerOptions],
 ) -> str:  # fmt: skip
     """The launches of :func:`streamkl.indexer_kl` with the same arguments: see :func:`streamkl.explain`."""
     return _explain(indexer_kl, (q_t, k_t, q_s, k_s, w_s, indices), gpu, {**options, "return_rows": return_rows})

@@ -14,126 +14,100 @@ A gradient has the type of its tensor, except that forward_backward returns f32 
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import itemgetter
+from typing import Any, Callable
 
 import torch
 
 from . import _library as lib
-from ._call import (
-    LENGTH_COUNT, TENSOR_COUNT, describe_while_tracing, execute, new_gradients, new_rows, plan_for, prepare, row_names, specs_of,
-)  # fmt: skip
-from ._checks import check_attention
-from ._mean import divided, row_count, weighted
-from ._options import are_transforms_active
+from ._call import describe_while_tracing, execute, new_gradients, new_rows, plan_for, prepare, row_names, specs_of
+from ._checks import INPUTS, TENSORS
+from ._mean import divided, nonzero, total_weight, weighted
+from ._options import Lengths, are_transforms_active
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options
 
-_TENSORS = "Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor? w_s, Tensor? sink_t, Tensor? sink_s, Tensor? indices"
-_LENGTHS = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? key_lengths, Tensor? key_begin, Tensor? key_end"
-_OWN_ARGUMENTS = {
-    "forward": "Tensor? lse_t, int rows",
-    "backward": "Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl",
-    "forward_backward": "Tensor lse_t, Tensor lse_s, Tensor? row_weight, int rows",
-}
-_TAGS = (
+TENSOR_COUNT, LENGTH_COUNT, OPTION_COUNT = len(TENSORS), len(Lengths._fields), len(Options._fields)
+_TENSORS = ", ".join(f"Tensor{'' if place < 4 else '?'} {name}" for place, name in enumerate(TENSORS))
+_LENGTHS = ", ".join(f"Tensor? {name}" for name in Lengths._fields)
+TAGS = (
     torch.Tag.pt2_compliant_tag,
     # A gradient has the strides of its tensor: a compiler must pass the strides that the fake kernel saw.
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
-for _name, _own in _OWN_ARGUMENTS.items():
-    _schema = f"({_TENSORS}, {_own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]"
-    torch.library.define(f"streamkl::{_name}", _schema, tags=_TAGS)
-
-torch.library.define(
-    "streamkl::attention_backward",
-    "(Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s, Tensor v_s, Tensor o_s, Tensor do_s, Tensor lse_t, Tensor lse_s, "
-    f"Tensor? row_weight, int rows, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]",
-    tags=_TAGS,
-)
 
 # ---- The operators -------------------------------------------------------------------------------------------------
 
-
-def _parted(arguments: tuple, own: int, tensors: int = TENSOR_COUNT) -> tuple[tuple, tuple, tuple, tuple]:
-    """The tensors, the `own` next arguments, the lengths and the options of an operator."""
-    end = tensors + own
-    return arguments[:tensors], arguments[tensors:end], arguments[end : end + LENGTH_COUNT], arguments[end + LENGTH_COUNT :]
+KERNELS: dict[Any, Callable] = {}  # {torch operator: its implementation}
 
 
-def _run(op: int, rows: int, given: tuple, options: tuple, execute) -> list[torch.Tensor]:
-    call, given = prepare(op, rows, given, options)
-    return call(given, execute)
+class Operator:
+    """A torch operator on tensors, arguments of its `own`, lengths and options."""
+
+    def __init__(self, name: str, op: int, own: str, tensors: str = _TENSORS, result: str = "Tensor[]") -> None:
+        torch.library.define(f"streamkl::{name}", f"({tensors}, {own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> {result}", tags=TAGS)
+        self.overload, self.op = getattr(torch.ops.streamkl, name).default, op
+        names = [argument.name for argument in self.overload._schema.arguments]
+        self.pick = itemgetter(*(names.index(each) if each in names else -1 for each in INPUTS))
+        self.rows = names.index("rows") if "rows" in names else -1
+        required = [place for place, each in enumerate(self.overload._schema.arguments) if str(each.type) == "Tensor"]
+        self.required = [(place, names[place]) for place in required]
+        torch.library.impl(f"streamkl::{name}", ("cpu", "cuda"), self.run)
+        torch.library.register_fake(f"streamkl::{name}", self.fake)
+        KERNELS[self.overload] = self.run
+
+    def given(self, arguments: tuple) -> tuple[int, tuple, tuple]:
+        """The bits of the row vectors, the inputs in the order of INPUTS, and the options."""
+        for place, name in self.required:  # torch takes None for a tensor
+            if arguments[place] is None:
+                raise ValueError(f"{name}: None must be a tensor")
+        arguments = (*arguments, None)
+        return arguments[self.rows] or 0, self.pick(arguments), arguments[-OPTION_COUNT - 1 : -1]
+
+    def run(self, *arguments, execute=execute):
+        rows, given, options = self.given(arguments)
+        call, given = prepare(self.op, rows, given, options)
+        return call(given, execute)
+
+    def fake(self, *arguments):
+        rows, given, options = self.given(arguments)
+        problem = describe_while_tracing(given, options, self.op == lib.FORWARD_BACKWARD)
+        made = [] if self.op == lib.BACKWARD else new_rows(given[0], rows, problem)
+        return made if self.op == lib.FORWARD else made + new_gradients(dict(zip(INPUTS, given)), problem)
+
+    def __call__(self, *arguments):
+        """Without the dispatcher where possible: it would convert 40 arguments to C++ and back."""
+        return self.overload(*arguments) if _is_observed(arguments) else self.run(*arguments)
 
 
-def _forward(*arguments, execute=execute):
-    tensors, (lse_t, rows), lengths, options = _parted(arguments, 2)
-    return _run(lib.FORWARD, rows, (*tensors, lse_t, None, None, None, None, *lengths), options, execute)
+class Operators:
+    """The operators, as attributes with the names that they have in torch.ops.streamkl."""
+
+    forward = Operator("forward", lib.FORWARD, "Tensor? lse_t, int rows")
+    backward = Operator(
+        "backward", lib.BACKWARD, "Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl"
+    )
+    forward_backward = Operator(
+        "forward_backward", lib.FORWARD_BACKWARD, "Tensor lse_t, Tensor lse_s, Tensor? grad_kl, int rows"
+    )
+    attention_backward = Operator(
+        "attention_backward",
+        lib.ATTENTION_BACKWARD,
+        "Tensor v_s, Tensor o_s, Tensor do_s, Tensor lse_t, Tensor lse_s, Tensor? grad_kl, int rows",
+        tensors="Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s",
+    )
 
 
-def _forward_fake(*arguments):
-    tensors, (lse_t, rows), lengths, options = _parted(arguments, 2)
-    return new_rows(tensors[0], rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
-
-
-def _backward(*arguments, execute=execute):
-    tensors, row_vectors, lengths, options = _parted(arguments, 5)
-    return _run(lib.BACKWARD, 0, (*tensors, *row_vectors, *lengths), options, execute)
-
-
-def _backward_fake(*arguments):
-    tensors, _, _, options = _parted(arguments, 5)
-    asked = Options(*options)
-    return new_gradients(tensors, asked.gradients, asked.grad_f32)
-
-
-def _forward_backward(*arguments, execute=execute):
-    tensors, (lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 4)
-    given = (*tensors, lse_t, lse_s, None, None, row_weight, *lengths)
-    return _run(lib.FORWARD_BACKWARD, rows, given, options, execute)
-
-
-def _forward_backward_fake(*arguments):
-    tensors, (lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 4)
-    problem = describe_while_tracing(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options), one_pass=True)
-    return [*new_rows(tensors[0], rows, problem), *new_gradients(tensors, problem.gradients, problem.grad_f32)]
-
-
-def _attention_backward(*arguments, execute=execute):
-    tensors, (*values, lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 7, tensors=4)
-    check_attention(tensors[2:], values)
-    given = (*tensors, None, None, None, None, lse_t, lse_s, None, None, row_weight, *lengths, *values)
-    return _run(lib.ATTENTION_BACKWARD, rows, given, options, execute)
-
-
-def _attention_backward_fake(*arguments):
-    tensors, (*values, lse_t, lse_s, row_weight, rows), lengths, options = _parted(arguments, 7, tensors=4)
-    described = specs_of((*tensors, None, None, None, None), lse_t, lse_s, row_weight, lengths, options)
-    problem = describe_while_tracing(*described)
-    check_attention(tensors[2:], values)
-    trained = (*tensors, None, None, None, values[0])
-    return [*new_rows(tensors[0], rows, problem), *new_gradients(trained, problem.gradients, problem.grad_f32)]
-
-
-def carries_kl(q_t, k_t, q_s, k_s, lse_t, lse_s, row_weight, lengths, options) -> bool:
+def carries_kl(operands) -> bool:
     """Whether attention_backward runs: on a CPU, or on a GPU with a kernel for the KL and the attention backward together."""
-    if q_t.device.type == "cpu":
+    if operands.q_t.device.type == "cpu":
         return True
-    plan = plan_for(*specs_of((q_t, k_t, q_s, k_s, None, None, None, None), lse_t, lse_s, row_weight, lengths, options))
-    return _has_carrying_kernel(plan)
+    tensors = {name: getattr(operands, name) for name in ("q_t", "k_t", "q_s", "k_s", "lse_t", "lse_s", "grad_kl")}
+    return _has_carrying_kernel(plan_for(specs_of(**tensors, **operands.lengths._asdict()), operands.options))
 
 
 @lru_cache(maxsize=4096)
 def _has_carrying_kernel(plan: lib.Plan) -> bool:
     return plan.supports(lib.ATTENTION_BACKWARD)
-
-
-KERNELS = {}  # {torch operator: its implementation}
-for _kernel, _fake in (
-    (_forward, _forward_fake), (_backward, _backward_fake), (_forward_backward, _forward_backward_fake),
-    (_attention_backward, _attention_backward_fake),
-):  # fmt: skip
-    _name = _kernel.__name__.removeprefix("_")
-    torch.library.impl(f"streamkl::{_name}", ("cpu", "cuda"), _kernel)
-    torch.library.register_fake(f"streamkl::{_name}", _fake)
-    KERNELS[getattr(torch.ops.streamkl, _name).default] = _kernel
 
 
 def per_tensor(made, gradients: int, absent):
@@ -161,21 +135,6 @@ def _is_observed(arguments: tuple) -> bool:
         or are_transforms_active()
         or not _PLAIN.issuperset(map(type, arguments))
     )
-
-
-def _direct(operator, kernel):
-    """The operator, called without the dispatcher where possible: it would convert 40 arguments to C++ and back."""
-
-    def call(*arguments):
-        return operator(*arguments) if _is_observed(arguments) else kernel(*arguments)
-
-    return call
-
-
-class Operators:
-    """The operators, as attributes with the names that they have in torch.ops.streamkl."""
-
-    forward, backward, forward_backward, attention_backward = (staticmethod(_direct(*pair)) for pair in KERNELS.items())
 
 
 # ---- Autograd: around the operators, because torch.library.register_autograd takes 200 us per call -----------------
@@ -243,18 +202,19 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, fixed):
-        operators, indices, lse_t, lse_s, row_weight, rows, is_mean, lengths, options = fixed
+        operators, indices, lse_t, lse_s, row_weight, rows, is_mean, everywhere, lengths, options = fixed
         needed = rows_needed_by(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
         made = operators.forward_backward(
             q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL,
             *lengths, *options,
         )
         names = row_names(rows | needed | lib.KL)
-        total = row_count(q_s, k_s, row_weight, lengths, options) if is_mean else 1
-        loss = divided(weighted(made[0], row_weight), total)  # kl is the first row vector
+        kl = made[0]
+        total = total_weight(kl, None if everywhere else lse_s, row_weight, lengths) if is_mean else 1
+        loss = divided(weighted(kl, row_weight), total)
         is_number = not isinstance(total, torch.Tensor)
-        ctx.save_for_backward(None if is_number else total, *made[len(names) :])
-        ctx.gradients, ctx.total, ctx.function = options.gradients, total if is_number else 1, _function_name(w_s)
+        ctx.save_for_backward(None if is_number else nonzero(total), *made[len(names) :])
+        ctx.gradients, ctx.total, ctx.function = options.gradients, max(total, 1) if is_number else 1, _function_name(w_s)
         tensors = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)
         ctx.dtypes = [tensor.dtype for bit, tensor in enumerate(tensors) if options.gradients >> bit & 1]
         if rows == 0:
@@ -277,7 +237,7 @@ class OnePass(torch.autograd.Function):
             grad_loss = grad_loss / total
         elif ctx.total != 1:
             grad_loss = grad_loss * (1.0 / ctx.total)
-        made = [gradient * grad_loss for gradient in gradients]
+        made = torch._foreach_mul(gradients, grad_loss)
         made = [each if each.dtype == dtype else each.to(dtype) for each, dtype in zip(made, ctx.dtypes)]
         return *per_tensor(made, ctx.gradients, None), None
 

@@ -1,87 +1,336 @@
-"""The options of attention_kl and indexer_kl: their types, and their translation into those of the operators."""
+"""The options of the public functions, declared once: name, type, default and documentation.
+
+From a declaration follow the signature and the docstring of every function that takes the option, the rule that checks its
+value, and the field of `Problem` that carries it to the schemas of the operators and to the C struct. A new option is one
+line and one paragraph here, and one field of `Problem`.
+"""
 
 from __future__ import annotations
 
+import inspect
 import numbers
+import re
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Annotated, Any, Callable, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch.autograd import forward_ad
 
-from ._problem import KL_FORWARD, KL_REVERSE, Options
+from ._problem import FLOAT_OPTIONS, KL_FORWARD, KL_REVERSE, Options
 
 Direction = Literal["forward", "reverse"]
 Reduction = Literal["mean", "sum", "none"]
 Layout = Literal["bnhd", "bhnd"]
-CpLayout = Literal["zigzag", "contiguous"]
-CpComm = Literal["allgather", "ring"]
-CpGrads = Literal["sum", "mean"]
+ShardLayout = Literal["zigzag", "contiguous"]
+Comm = Literal["allgather", "ring"]
+Gradients = Literal["sum", "mean"]
 
-# ---- Types of keyword arguments: for functions that pass them on -----------------------------------------------------
-
-
-class _ModelOptions(TypedDict, total=False):
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale_t: float | None
-    softmax_scale_s: float | None
-    softcap_t: float
-    direction: Direction
-    reduction: Reduction
-    deterministic: bool
-    check_lse: bool
-    layout: Layout
-    cp_group: Any
-    cp_layout: CpLayout
-    cp_comm: CpComm
-    cp_grads: CpGrads
-    tp_group: Any
-    loss_group: Any
+# ---- Process groups --------------------------------------------------------------------------------------------------
 
 
-class AttentionOptions(_ModelOptions, total=False):
-    """Options of attention_kl that stay the same from batch to batch."""
+@dataclass(frozen=True)
+class Parallel:
+    """The process groups over which a call is split. A group is a ProcessGroup, or a DeviceMesh of one dimension.
 
-    softcap_s: float
+    Attributes:
+        context_group: context parallelism: its ranks hold equal shards of the queries and keys of every sequence, each its own
+            ``q``, ``k``, ``row_weight`` and LSEs. ``cu_seqlens`` are those of the shard; masks, ``key_lengths`` and
+            ``indices`` count in the whole sequence. The loss is that of the whole batch on every rank, and gradients are
+            those of the rank's shards. Every rank must also run the backward, with the same upstream gradient.
+        layout: how sequences are cut. ``"zigzag"``: into 2 W chunks, and rank r of W holds chunks r and 2 W - 1 - r, in this
+            order; ``"contiguous"``: rank r holds the r-th of W chunks. Default: zigzag; a distiller takes that of torch's
+            ``context_parallel`` region.
+        comm: ``"allgather"``: ranks gather all keys, in slices of heads; ``"ring"``: key shards visit every rank.
+        gradients: how you reduce the gradients of weights over ``context_group``: ``"sum"``, or ``"mean"`` as DDP and FSDP do,
+            which multiplies all gradients by the size of the group. Default: sum; of a distiller mean.
+        tensor_group: tensor parallelism over teacher heads: all ranks hold the same student and equally many of the teacher
+            heads of every student head. The loss is the mean of the ranks' KLs, each to the mean of its own teacher heads;
+            its gradients are those of the KL to the mean of all. Needs ``direction="forward"`` and a detached teacher.
+        loss_group: ranks that hold other heads, or other batches, of the same call; or a list of such groups. Only the loss is
+            reduced over them: sums and row counts, so that ranks with more rows count more.
+    """
 
+    context_group: Any = None
+    layout: ShardLayout | None = None
+    comm: Comm = "allgather"
+    gradients: Gradients | None = None
+    tensor_group: Any = None
+    loss_group: Any = None
 
-class IndexerOptions(_ModelOptions, total=False):
-    """Options of indexer_kl that stay the same from batch to batch."""
-
-    relu: bool
-    lse_t_wider: bool
-
-
-class IndexerBatch(TypedDict, total=False):
-    """Options of indexer_kl that belong to one batch."""
-
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    max_seqlen_q: int | None
-    max_seqlen_k: int | None
-    key_lengths: torch.Tensor | None
-    key_begin: torch.Tensor | None
-    key_end: torch.Tensor | None
-    row_weight: torch.Tensor | None
-    lse_t: torch.Tensor | None
-
-
-class AttentionBatch(IndexerBatch, total=False):
-    """Options of attention_kl that belong to one batch."""
-
-    lse_s: torch.Tensor | None
-    sink_t: torch.Tensor | None
-    sink_s: torch.Tensor | None
-
-
-class AllAttentionOptions(AttentionOptions, AttentionBatch, total=False):
-    """All options of attention_kl except return_lse."""
+    def __post_init__(self) -> None:
+        for name, choices in ("layout", ShardLayout), ("comm", Comm), ("gradients", Gradients):
+            value = getattr(self, name)
+            if value not in get_args(choices) and not (value is None and name != "comm"):
+                raise ValueError(f"parallel.{name}={value!r}: must be {' or '.join(map(repr, get_args(choices)))}")
 
 
-class AllIndexerOptions(IndexerOptions, IndexerBatch, total=False):
-    """All options of indexer_kl except return_rows."""
+# ---- Declarations: Annotated[type, default] --------------------------------------------------------------------------
 
+
+class _Model(TypedDict, total=False):
+    """
+    causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
+    window_size: ``(left, right)``: a query attends to at most ``left`` keys before it and ``right`` keys after it; -1: no limit.
+    softmax_scale_t: factor of the teacher's dot products; default ``1 / sqrt(dim_t)``.
+    softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
+    cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b
+        has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32, where a value out of
+        range becomes the nearest int32. The CPU refuses lengths outside of the tensors; a GPU limits them to the tensors,
+        because a check would need a host-device synchronisation.
+    cu_seqlens_k: offsets of the keys, in the format of ``cu_seqlens_q``.
+    key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
+        Padding does not move positions.
+    direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
+    layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
+    """
+
+    causal: Annotated[bool, False]
+    window_size: Annotated[tuple[int, int], (-1, -1)]
+    softmax_scale_t: Annotated[float | None, None]
+    softcap_t: Annotated[float, 0.0]
+    cu_seqlens_q: Annotated[torch.Tensor | None, None]
+    cu_seqlens_k: Annotated[torch.Tensor | None, None]
+    key_lengths: Annotated[torch.Tensor | None, None]
+    direction: Annotated[Direction, "forward"]
+    layout: Annotated[Layout, "bnhd"]
+
+
+class MapOptions(_Model, total=False):
+    """
+    softmax_scale_s: factor of the student's dot products; default ``1 / sqrt(dim_s)``.
+    softcap_s: caps the student's logits; 0: no cap.
+    """
+
+    softmax_scale_s: Annotated[float | None, None]
+    softcap_s: Annotated[float, 0.0]
+
+
+class _Rows(_Model, total=False):
+    """
+    max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
+    max_seqlen_k: bound of the keys of a sequence. Default: ``total_k``.
+    key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``, int32 or int64: a query attends to no key before
+        ``key_begin``, counted from the start of its own sequence. Row bounds come on top of all other masks. They must
+        not decrease within a sequence; a row may be empty. One call serves what is not a single causal mask: a zigzag
+        shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
+        invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
+    key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
+    row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
+        ``[heads_s, total_q]``. A row of weight 0 adds nothing to the loss, even if it contains NaN; on a GPU such a NaN
+        still reaches the gradients.
+    deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
+        Only Hopper GPUs are faster without it, for heads of up to 128 dimensions.
+    """
+
+    max_seqlen_q: Annotated[int | None, None]
+    max_seqlen_k: Annotated[int | None, None]
+    key_begin: Annotated[torch.Tensor | None, None]
+    key_end: Annotated[torch.Tensor | None, None]
+    row_weight: Annotated[torch.Tensor | None, None]
+    lse_t: Annotated[torch.Tensor | None, None]
+    deterministic: Annotated[bool, False]
+
+
+class CarriedOptions(_Rows, total=False):
+    """
+    lse_t: the teacher's log-sum-exp of each row, ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, over the visible
+        keys. Default: the backward computes it, in a separate pass.
+    deterministic: gradients have the same bits on every run. On a GPU the attention's own backward is then torch's: flash
+        attention or, with f32, row bounds or softcaps, stored matrices.
+    softmax_scale: factor of the student's dot products; default ``1 / sqrt(dim)``.
+    softcap: caps the student's logits; 0: no cap.
+    reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``.
+    """
+
+    softmax_scale: Annotated[float | None, None]
+    softcap: Annotated[float, 0.0]
+    reduction: Annotated[Literal["mean", "sum"], "mean"]
+
+
+class _Loss(_Rows, total=False):
+    """
+    reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
+    parallel: process groups, if the call is split over ranks: see :class:`streamkl.Parallel`.
+    """
+
+    softmax_scale_s: Annotated[float | None, None]
+    reduction: Annotated[Reduction, "mean"]
+    check_lse: Annotated[bool, False]
+    parallel: Annotated[Parallel | None, None]
+
+
+class AttentionOptions(_Loss, total=False):
+    """
+    softmax_scale_s: factor of the student's dot products; default ``1 / sqrt(dim_s)``.
+    softcap_s: caps the student's logits; 0: no cap.
+    lse_t: the teacher's log-sum-exp (natural log, f32) of each row, ``[batch, heads_t, len_q]``, packed
+        ``[heads_t, total_q]``, as flash attention returns it. With both LSEs and a scalar reduction, the forward computes
+        loss and gradients in one pass, which is two thirds of the work; both must then cover exactly the visible keys, and
+        be infinite in a row that attends to none. The backward multiplies the gradients by the upstream gradient; those of
+        f16 tensors are f32 until then. ``lse_t`` alone saves a pass if ``heads_t > heads_s``, and may cover more keys: P is
+        then the conditional distribution on the visible keys.
+    lse_s: the student's log-sum-exp, ``[batch, heads_s, len_q]``.
+    check_lse: compute both given LSEs again for some rows, and raise an error if they differ. Wrong LSEs silently give a wrong
+        loss. Waits for the GPU. The environment variable ``STREAMKL_CHECK_LSE=1`` does the same.
+    sink_t: attention sinks of the teacher, ``[heads_t]``: the softmax of a head has one more outcome with this logit (natural
+        log, neither scaled nor capped), which belongs to no key. A sink is an outcome of both distributions, so both or
+        none must be given. All LSEs include it. A row that attends to no key has no sink.
+    sink_s: attention sinks of the student, ``[heads_s]``. Gradients flow to both. With ``heads_t > heads_s`` sinks need
+        ``direction="forward"`` and a teacher without gradients.
+    """
+
+    softcap_s: Annotated[float, 0.0]
+    lse_s: Annotated[torch.Tensor | None, None]
+    sink_t: Annotated[torch.Tensor | None, None]
+    sink_s: Annotated[torch.Tensor | None, None]
+
+
+class IndexerOptions(_Loss, total=False):
+    """
+    softmax_scale_s: factor of the indexer's weighted sum; default ``1 / sqrt(dim_s * G)``.
+    relu: ``False``: the sum over index heads takes their dot products without a ReLU.
+    lse_t: the teacher's log-sum-exp (natural log, f32) of each row over exactly the keys that it attends to,
+        ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the teacher's attention returns it. The teacher's
+        logits are then computed once instead of twice. Default: computed.
+    lse_t_wider: ``lse_t`` covers more keys than the row attends to: the whole sequence in addition to ``indices``, sinks,
+        other branches. The teacher is then its conditional distribution on the visible keys, which costs one more pass
+        over its logits.
+    check_lse: compute a given ``lse_t`` again for some rows, and raise an error if it differs, or with ``lse_t_wider`` if it
+        is smaller. Wrong LSEs silently give a wrong loss. Waits for the GPU. The environment variable
+        ``STREAMKL_CHECK_LSE=1`` does the same.
+    parallel: process groups, if the call is split over ranks: see :class:`streamkl.Parallel`. With ``tensor_group``,
+        ``rows.cross_entropy`` is that of the mean of all teacher heads; ``kl`` and ``entropy`` are means over ranks.
+    """
+
+    relu: Annotated[bool, True]
+    lse_t_wider: Annotated[bool, False]
+
+
+_BASES: dict[Any, tuple] = {
+    MapOptions: (_Model,), CarriedOptions: (_Model, _Rows), AttentionOptions: (_Model, _Rows, _Loss),
+    IndexerOptions: (_Model, _Rows, _Loss),
+}  # fmt: skip
+
+
+def _declared(options: Any) -> dict[str, tuple[Any, Any]]:
+    """{name: (type, default)}"""
+    hints = get_type_hints(options, include_extras=True)
+    return {name: (hint.__origin__, hint.__metadata__[0]) for name, hint in hints.items()}
+
+
+DECLARED = {options: _declared(options) for options in _BASES}
+
+
+def defaults_of(options: Any) -> dict[str, Any]:
+    return {name: default for name, (_, default) in DECLARED[options].items()}
+
+
+def texts_of(options: Any) -> dict[str, str]:
+    """{name: documentation}, without the indentation of the class. A class overrides its bases."""
+    found: dict[str, str] = {}
+    for declaration in (*_BASES[options], options):
+        paragraphs = re.findall(r"^(\w+): (.*?)(?=^\w+: |\Z)", inspect.cleandoc(declaration.__doc__ or ""), re.DOTALL | re.MULTILINE)
+        found.update({name: text.strip() for name, text in paragraphs})
+    return found
+
+
+_FUNCTIONS: dict[Any, str] = {}  # {declaration: its function}
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_options(options: Any) -> Callable[[_Function], _Function]:
+    """Gives a function that takes **options their signature, and their documentation in place of {options}."""
+
+    def decorate(function: _Function) -> _Function:
+        own = inspect.signature(function).parameters.values()
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        tensors = [each for each in own if each.kind not in (keyword, inspect.Parameter.VAR_KEYWORD)]
+        others = [each for each in own if each.kind == keyword and each.name not in DECLARED[options]]
+        required = [each for each in others if each.default is each.empty]
+        declared = [
+            inspect.Parameter(name, keyword, default=default, annotation=hint) for name, (hint, default) in DECLARED[options].items()
+        ]
+        signature = inspect.signature(function).replace(parameters=[*tensors, *required, *declared, *(each for each in others if each not in required)])
+        text = "\n".join(f"{name}: {text}" for name, text in texts_of(options).items())
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        _FUNCTIONS[options] = function.__name__
+        function.__doc__ = (function.__doc__ or "").replace("{options}", text.replace("\n", "\n        "))
+        return function
+
+    return decorate
+
+
+# ---- Rules: one for each type --------------------------------------------------------------------------------------------
+#
+# Python and torch convert silently: True is 1, a tensor is its value (a host-device synchronisation on a GPU, without a
+# gradient). The rules refuse such values. A compiler's symbols are numbers.
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
+
+
+def _is_zero_in_f32(name: str, value: Any) -> bool:
+    """Half the smallest f32, 2^-149, is rounded to 0."""
+    numeric: Any = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
+    if not isinstance(value, numeric) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be a number")
+    return abs(value) <= 2.0**-150
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: must be True or False")
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        _check_flag(name, flag)
+
+
+def _check_pair(name: str, value: Any) -> None:
+    if not (isinstance(value, (tuple, list)) and len(value) == 2 and is_whole(value[0]) and is_whole(value[1])):
+        raise ValueError(f"{name}={value!r}: must be a pair (left, right) of whole numbers, -1 for no limit")
+
+
+def _check_scale(name: str, value: Any) -> None:
+    if value is not None and _is_zero_in_f32(name, value):
+        raise ValueError(f"{name}={value!r}: must not be 0 in float32")
+
+
+def _check_softcap(name: str, value: Any) -> None:
+    if value and _is_zero_in_f32(name, value):
+        raise ValueError(f"{name}={value!r}: must not be 0 in float32; 0: no cap")
+
+
+def _check_length(name: str, value: Any) -> None:
+    if value is not None and (not is_whole(value) or value < 0):
+        raise ValueError(f"{name}={value!r}: must be None or a whole number, at least 0")
+
+
+def check_choice(name: str, value: Any, choices: tuple) -> None:
+    if value not in choices:
+        accepted = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise ValueError(f"{name}={value!r}: must be {accepted}")
+
+
+_RULES = {
+    bool: _check_flag, tuple[int, int]: _check_pair, float | None: _check_scale, float: _check_softcap, int | None: _check_length,
+}  # fmt: skip
+
+
+def _rule_of(hint: Any) -> Callable[[str, Any], None]:
+    if get_origin(hint) is Literal:
+        return lambda name, value: check_choice(name, value, get_args(hint))
+    return _RULES[hint]
+
+
+_CHECKED_LATER = (torch.Tensor | None, Parallel | None)  # by Lengths.of, by the operators and by Groups
+RULES = {
+    options: {name: _rule_of(hint) for name, (hint, _) in declared.items() if hint not in _CHECKED_LATER}
+    for options, declared in DECLARED.items()
+}
 
 # ---- Translation -----------------------------------------------------------------------------------------------------
 
@@ -89,69 +338,62 @@ class AllIndexerOptions(IndexerOptions, IndexerBatch, total=False):
 class Lengths(NamedTuple):
     """Length arrays of a call: int32, contiguous."""
 
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    key_lengths: torch.Tensor | None
-    key_begin: torch.Tensor | None
-    key_end: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    key_lengths: torch.Tensor | None = None
+    key_begin: torch.Tensor | None = None
+    key_end: torch.Tensor | None = None
 
 
-def translate(
-    gradients: int, *, window_size: tuple[int, int], cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
-    key_lengths: torch.Tensor | None, key_begin: torch.Tensor | None = None, key_end: torch.Tensor | None = None, **others: Any,
-) -> tuple[Lengths, Any]:  # fmt: skip
+# Options whose values reach the operators in another form; the others are fields of Problem by the same name and value.
+_FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "window_size": lambda window: dict(window_left=window[0], window_right=window[1]),
+    "softmax_scale_t": lambda scale: dict(scale_t=scale),
+    "softmax_scale_s": lambda scale: dict(scale_s=scale),
+    "softmax_scale": lambda scale: dict(scale_s=scale),
+    "softcap": lambda softcap: dict(softcap_s=softcap),
+    "direction": lambda direction: dict(direction=KL_REVERSE if direction == "reverse" else KL_FORWARD),
+    "layout": lambda layout: dict(heads_first=layout == "bhnd"),
+    "relu": lambda relu: dict(index_linear=not relu),
+    "reduction": lambda _: {},
+    "check_lse": lambda _: {},
+    "lse_t_wider": lambda _: {},
+}
+
+
+def translate(declared: Any, gradients: int, options: dict[str, Any]) -> tuple[Lengths, Any]:
     """Length arrays and options as the operators take them. Checks the rules that the library cannot check."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"window_size={window_size!r}: {_PAIR}")
-    fixed = gradients, torch.are_deterministic_algorithms_enabled(), *window_size
-    options_of = _options.__wrapped__ if torch.compiler.is_compiling() else _options
+    lengths = _NO_LENGTHS
+    if not _LENGTH_NAMES.isdisjoint(options):
+        lengths = Lengths(*[_as_int32(name, options.get(name)) for name in Lengths._fields])
+        options = {name: value for name, value in options.items() if name not in _LENGTH_NAMES}
+    if "window_size" in options:
+        _check_pair("window_size", options["window_size"])  # here, because the cache does not compare types inside a tuple
+    fixed = declared, gradients, torch.are_deterministic_algorithms_enabled()
+    if torch.compiler.is_compiling():
+        return lengths, _options.__wrapped__(*fixed, **options)
     try:
-        options = options_of(*fixed, **others)
-    except TypeError:  # a value without a hash: a compiler's symbol, or one that the checks refuse
-        options = _options.__wrapped__(*fixed, **others)
-    if cu_seqlens_q is cu_seqlens_k is key_lengths is key_begin is key_end is None:
-        return _NO_LENGTHS, options
-    given = Lengths(cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end)
-    return Lengths(*(_as_int32(name, lengths) for name, lengths in zip(Lengths._fields, given))), options
+        return lengths, _options(*fixed, **options)
+    except TypeError:  # a value without a hash, or an option that does not exist
+        return lengths, _options.__wrapped__(*fixed, **options)
 
 
 @lru_cache(maxsize=1024, typed=True)  # typed: 1 is no flag, although it equals True
-def _options(
-    gradients: int, all_deterministic: bool, window_left: int, window_right: int, *, softmax_scale_t: float | None,
-    softmax_scale_s: float | None, softcap_t: float, softcap_s: float = 0.0, relu: bool = True,
-    max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, direction: Direction, reduction: Reduction = "none",
-    deterministic: bool = False, layout: Layout, **unchanged: Any,
-) -> Any:  # fmt: skip
-    """Options that are fields of Problem by the same name need no translation: `unchanged`."""
-    if direction not in ("forward", "reverse"):
-        raise ValueError(f"direction={direction!r}: must be 'forward' or 'reverse'")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
-    if layout not in ("bnhd", "bhnd"):
-        raise ValueError(f"layout={layout!r}: must be 'bnhd' or 'bhnd'")
-    if not (is_whole(window_left) and is_whole(window_right)):
-        raise ValueError(f"window_size={(window_left, window_right)!r}: {_PAIR}")
-    for name, scale in ("softmax_scale_t", softmax_scale_t), ("softmax_scale_s", softmax_scale_s):
-        if scale is not None and _is_zero_in_f32(name, scale):
-            raise ValueError(f"{name}={scale!r}: must not be 0 in float32")
-    for name, softcap in ("softcap_t", softcap_t), ("softcap_s", softcap_s):
-        if softcap and _is_zero_in_f32(name, softcap):
-            raise ValueError(f"{name}={softcap!r}: must not be 0 in float32; 0: no cap")
-    for name, longest in ("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k):
-        if longest is not None and (not is_whole(longest) or longest < 0):
-            raise ValueError(f"{name}={longest!r}: must be None or a whole number, at least 0")
-    check_flags(relu=relu, deterministic=deterministic, **unchanged)
-    return Options(
-        gradients=gradients, direction=KL_REVERSE if direction == "reverse" else KL_FORWARD, scale_t=softmax_scale_t or 0.0,
-        scale_s=softmax_scale_s or 0.0, softcap_t=softcap_t or 0.0, softcap_s=softcap_s or 0.0, window_left=window_left,
-        window_right=window_right, index_linear=not relu, deterministic=deterministic or all_deterministic,
-        max_seqlen_q=-1 if max_seqlen_q is None else max_seqlen_q, max_seqlen_k=-1 if max_seqlen_k is None else max_seqlen_k,
-        heads_first=layout == "bhnd", **unchanged,
-    )  # fmt: skip
+def _options(declared: Any, gradients: int, all_deterministic: bool, **given: Any) -> Any:
+    # A compiler would make symbols of the floats among the defaults of Options: they are literals here.
+    fields: dict[str, Any] = {"gradients": gradients, **dict.fromkeys(FLOAT_OPTIONS, 0.0)}
+    for name, value in given.items():
+        if name not in RULES[declared]:
+            raise TypeError(f"{_FUNCTIONS[declared]}() got an unexpected keyword argument {name!r}")
+        RULES[declared][name](name, value)
+        if value is not None:
+            fields.update(_FIELDS[name](value) if name in _FIELDS else {name: value})
+    if all_deterministic:
+        fields["deterministic"] = True
+    return Options(**fields)
 
 
-_PAIR = "must be a pair (left, right) of whole numbers, -1 for no limit"
-_NO_LENGTHS = Lengths(None, None, None, None, None)
+_NO_LENGTHS, _LENGTH_NAMES = Lengths(), frozenset(Lengths._fields)
 _INT32 = torch.iinfo(torch.int32)
 
 
@@ -170,46 +412,24 @@ def to_int32(values: torch.Tensor) -> torch.Tensor:
     return values.clamp(_INT32.min, _INT32.max).to(torch.int32) if values.dtype == torch.int64 else values
 
 
-# ---- Types of numbers ------------------------------------------------------------------------------------------------
-#
-# Python and torch convert silently: True is 1, a tensor is its value (a host-device synchronisation on a GPU, without a
-# gradient). These checks refuse such values. A compiler's symbols are numbers.
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    numeric = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
-    return isinstance(value, numeric) and not isinstance(value, bool)
-
-
-def _is_zero_in_f32(name: str, value: Any) -> bool:
-    """Half the smallest f32, 2^-149, is rounded to 0."""
-    if not _is_number(value):
-        raise ValueError(f"{name}={value!r}: must be a number")
-    return abs(value) <= 2.0**-150
-
-
-def check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}={flag!r}: must be True or False")
-
-
-# ---- Transforms of torch.func --------------------------------------------------------------------------------------------
+# ---- Tensors -----------------------------------------------------------------------------------------------------------------
 
 are_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
-def refuse_transforms(function: str, *tensors: torch.Tensor) -> None:
-    """Without a forward-mode rule, an operator has a tangent of 0."""
+def check_tensors(function: str, *, optional: dict[str, Any], **tensors: Any) -> None:
+    """Raises ValueError for what is no tensor, and RuntimeError under a transform of torch.func.
+
+    Without a forward-mode rule, an operator would have a tangent of 0.
+    """
     if torch.compiler.is_compiling():
         return
-    if are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+    for name, given in (*tensors.items(), *optional.items()):
+        if not isinstance(given, torch.Tensor) and not (given is None and name in optional):
+            raise ValueError(f"{name}: {type(given).__name__} must be a torch.Tensor, such as torch.as_tensor({name})")
+    if are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors.values())):
         case = "torch.func transforms (jvp, grad, vmap, hessian)"
-    elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+    elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
         case = "forward-mode differentiation"
     else:
         return

@@ -78,7 +78,7 @@ def attend(q, k, v, lengths, options) -> tuple[torch.Tensor, torch.Tensor]:
 def _has_flash(q, lengths, options) -> bool:
     """Whether flash attention computes a call's student on a GPU: with windows and packed sequences, too."""
     bounded = lengths.key_begin is not None or lengths.key_end is not None or lengths.key_lengths is not None
-    return q.is_cuda and q.dtype != torch.float32 and not bounded and options.softcap_s == 0 and q.shape[-1] % 8 == 0
+    return q.is_cuda and q.dtype != torch.float32 and not bounded and options.softcap_s == 0 and q.shape[-1] in range(8, 257, 8)
 
 
 @contextmanager

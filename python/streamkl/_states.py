@@ -15,58 +15,71 @@ from functools import lru_cache
 import torch
 
 from . import _library as lib
-from ._call import describe_while_tracing, execute, new_rows, prepare, specs_of, stream_of
-from ._ops import _LENGTHS, _TAGS, _TENSORS, KERNELS, _parted, _run
-from ._problem import CPU, CUDA, OPTIONS_SCHEMA, Problem
+from ._call import describe_while_tracing, execute, prepare, stream_of
+from ._checks import INPUTS, STATE
+from ._ops import TAGS, TENSOR_COUNT, Operator
+from ._problem import CPU, CUDA, Problem
 
-_PARTIAL = f"({_TENSORS}, Tensor? lse_t, SymInt first_key, SymInt end_key, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor"
-_FINISH = f"({_TENSORS}, Tensor states, Tensor? lse_t, int rows, {_LENGTHS}, {OPTIONS_SCHEMA}) -> Tensor[]"
-torch.library.define("streamkl::partial", _PARTIAL, tags=_TAGS)
-torch.library.define("streamkl::states_merge", "(Tensor states, Tensor others) -> Tensor", tags=_TAGS)
-torch.library.define("streamkl::states_finish", _FINISH, tags=_TAGS)
 
-_STATE = 5  # floats of a skl_row_state
+class _Partial(Operator):
+    def run(self, *arguments, execute=execute):
+        _, given, options = self.given(arguments)
+        first_key, end_key = arguments[TENSOR_COUNT + 1 : TENSOR_COUNT + 3]
+        call, given = prepare(self.op, 0, given, options)
+        states = _new_states(given[0], call.plan.problem)
+        call.run(given, (first_key, end_key, states.data_ptr()), execute)
+        return states
+
+    def fake(self, *arguments):
+        _, given, options = self.given(arguments)
+        return _new_states(given[0], describe_while_tracing(given, options, False))
 
 
 def _new_states(q_t: torch.Tensor, problem: Problem) -> torch.Tensor:
-    return q_t.new_empty((*problem.row_shape(problem.heads_s), _STATE), dtype=torch.float32)
+    return q_t.new_empty((*problem.row_shape(problem.heads_s), STATE), dtype=torch.float32)
 
 
-def _partial(*arguments, execute=execute):
-    tensors, (lse_t, first_key, end_key), lengths, options = _parted(arguments, 3)
-    call, given = prepare(lib.PARTIAL, 0, (*tensors, lse_t, None, None, None, None, *lengths), options)
-    states = _new_states(tensors[0], call.plan.problem)
-    call.run(given, (first_key, end_key, states.data_ptr()), execute)
-    return states
+class _Finish(Operator):
+    def run(self, *arguments, execute=execute):
+        rows, given, options = self.given(arguments)
+        call, given = prepare(self.op, rows, given, options)
+        states = given[INPUTS.index("states")]
+
+        def finish(plan, op, inputs, outputs, device):
+            finish_states = lib.library().skl_states_finish
+            lib.check(finish_states(plan.handle, inputs, states.data_ptr(), *outputs, stream_of(device)))
+
+        return call(given, finish)
 
 
-def _partial_fake(*arguments):
-    tensors, (lse_t, _, _), lengths, options = _parted(arguments, 3)
-    return _new_states(tensors[0], describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
-
-
-def _states_finish(*arguments):
-    tensors, (states, lse_t, rows), lengths, options = _parted(arguments, 3)
-
-    def finish(plan, op, inputs, outputs, device):
-        finish_states = lib.library().skl_states_finish
-        lib.check(finish_states(plan.handle, inputs, states.data_ptr(), *outputs, stream_of(device)))
-
-    return _run(lib.FORWARD, rows, (*tensors, lse_t, None, None, None, None, *lengths), options, finish)
-
-
-def _states_finish_fake(*arguments):
-    tensors, (_, lse_t, rows), lengths, options = _parted(arguments, 3)
-    return new_rows(tensors[0], rows, describe_while_tracing(*specs_of(tensors, lse_t, None, None, lengths, options)))
+_PARTIAL = "Tensor? lse_t, SymInt first_key, SymInt end_key"
+partial = _Partial("partial", lib.PARTIAL, _PARTIAL, result="Tensor").overload
+states_finish = _Finish("states_finish", lib.FORWARD, "Tensor states, Tensor? lse_t, int rows").overload
 
 
 def _states_merge(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    if states.shape != others.shape:
-        raise ValueError(f"states {list(states.shape)} and {list(others.shape)}: must have equal shapes")
+    _check_states(states, others)
     merged, others = states.clone(memory_format=torch.contiguous_format), others.contiguous()
-    plan = _plan_of_states(merged.numel() // _STATE, merged.device)
+    plan = _plan_of_states(merged.numel() // STATE, merged.device)
     lib.check(lib.library().skl_states_merge(plan.handle, merged.data_ptr(), others.data_ptr(), stream_of(merged.device)))
     return merged
+
+
+def _check_states(states: torch.Tensor, others: torch.Tensor) -> None:
+    for name, given in ("states", states), ("others", others):
+        if given is None:
+            raise ValueError(f"{name}: None must be a tensor")
+        if given.dtype != torch.float32 or given.dim() == 0 or given.shape[-1] != STATE:
+            raise ValueError(f"{name}: {given.dtype} {list(given.shape)} must be torch.float32 [..., {STATE}]")
+    if states.shape != others.shape or states.device != others.device:
+        raise ValueError(
+            f"others: {list(others.shape)} on {others.device} must be {list(states.shape)} on {states.device}, as states is"
+        )
+
+
+def _states_merge_fake(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    _check_states(states, others)
+    return torch.empty_like(states, memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=256)
@@ -76,15 +89,7 @@ def _plan_of_states(count: int, device: torch.device) -> lib.Plan:
     return lib.Plan(Problem(batch=1, len_q=count, heads_t=1, heads_s=1, dim_t=1, dim_s=1, device=kind, device_index=index))
 
 
-for _name, _kernel, _fake in (
-    ("partial", _partial, _partial_fake),
-    ("states_merge", _states_merge, lambda states, others: torch.empty_like(states)),
-    ("states_finish", _states_finish, _states_finish_fake),
-):
-    torch.library.impl(f"streamkl::{_name}", ("cpu", "cuda"), _kernel)
-    torch.library.register_fake(f"streamkl::{_name}", _fake)
-KERNELS[torch.ops.streamkl.partial.default] = _partial
-
-partial, states_merge, states_finish = (
-    getattr(torch.ops.streamkl, name) for name in ("partial", "states_merge", "states_finish")
-)
+torch.library.define("streamkl::states_merge", "(Tensor states, Tensor others) -> Tensor", tags=TAGS)
+torch.library.impl("streamkl::states_merge", ("cpu", "cuda"), _states_merge)
+torch.library.register_fake("streamkl::states_merge", _states_merge_fake)
+states_merge = torch.ops.streamkl.states_merge.default

@@ -9,12 +9,10 @@ import torch
 from . import _library as lib
 from ._call import row_names
 from ._check_lse import check_teacher_lse, is_lse_check_on
-from ._mean import weighted
+from ._mean import nonzero, total_weight, weighted
 from ._ops import Forward, OnePass, Operators
 from ._distributed import may_be_distributed
-from ._options import (
-    AllIndexerOptions, CpComm, CpGrads, CpLayout, Direction, Layout, Reduction, check_flags, refuse_transforms, to_int32, translate,
-)  # fmt: skip
+from ._options import IndexerOptions, Parallel, Reduction, check_flags, check_tensors, to_int32, translate, with_options
 from ._problem import DK_S, DQ_S, DW_S
 from ._attention_kl import expand_weight, promote_under_autocast
 
@@ -39,19 +37,19 @@ class IndexerRows(NamedTuple):
 
 @overload
 def indexer_kl(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, w_s: torch.Tensor,
-    indices: torch.Tensor | None = None, *, return_rows: Literal[False] = False, **options: Unpack[AllIndexerOptions],
-) -> torch.Tensor: ...  # fmt: skip
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    w_s: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
+    return_rows: Literal[False] = False,
+    **options: Unpack[IndexerOptions],
+) -> torch.Tensor: ...
 
 
 @overload
-def indexer_kl(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, w_s: torch.Tensor,
-    indices: torch.Tensor | None = None, *, return_rows: Literal[True], **options: Unpack[AllIndexerOptions],
-) -> tuple[torch.Tensor, IndexerRows]: ...  # fmt: skip
-
-
-@may_be_distributed
 def indexer_kl(
     q_t: torch.Tensor,
     k_t: torch.Tensor,
@@ -60,34 +58,29 @@ def indexer_kl(
     w_s: torch.Tensor,
     indices: torch.Tensor | None = None,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale_t: float | None = None,
-    softmax_scale_s: float | None = None,
-    softcap_t: float = 0.0,
-    relu: bool = True,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    key_lengths: torch.Tensor | None = None,
-    key_begin: torch.Tensor | None = None,
-    key_end: torch.Tensor | None = None,
-    direction: Direction = "forward",
+    return_rows: Literal[True],
+    **options: Unpack[IndexerOptions],
+) -> tuple[torch.Tensor, IndexerRows]: ...
+
+
+@may_be_distributed
+@with_options(IndexerOptions)
+def indexer_kl(
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    w_s: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
     reduction: Reduction = "mean",
     row_weight: torch.Tensor | None = None,
     lse_t: torch.Tensor | None = None,
     lse_t_wider: bool = False,
-    deterministic: bool = False,
     check_lse: bool = False,
     return_rows: bool = False,
-    layout: Layout = "bnhd",
-    cp_group: Any = None,
-    cp_layout: CpLayout = "zigzag",
-    cp_comm: CpComm = "allgather",
-    cp_grads: CpGrads = "sum",
-    tp_group: Any = None,
-    loss_group: Any = None,
+    parallel: Parallel | None = None,
+    **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, IndexerRows]:
     """KL divergence between a teacher's attention, averaged over its heads, and an indexer's, without the N x N matrices.
 
@@ -120,47 +113,8 @@ def indexer_kl(
             sequence. -1 and keys that the masks hide are ignored; a key that occurs twice counts twice. The CPU refuses an
             index outside of the sequence; a GPU ignores it, because a check would need a host-device synchronisation.
             Default: all keys that the masks leave.
-        causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
-        window_size: ``(left, right)``: a query attends to at most ``left`` keys before it and ``right`` keys after it; -1: no
-            limit.
-        softmax_scale_t: factor of the teacher's dot products; default ``1 / sqrt(dim_t)``.
-        softmax_scale_s: factor of the indexer's weighted sum; default ``1 / sqrt(dim_s * G)``.
-        softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
-        relu: ``False``: the sum over index heads takes their dot products without a ReLU.
-        cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors without a batch dimension, as in
-            :func:`streamkl.attention_kl`.
-        cu_seqlens_k: the same for the keys.
-        max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
-        max_seqlen_k: the same for the keys.
-        key_lengths: ``[batch]`` int32 or int64: keys from ``key_lengths[b]`` on are padding. Padding does not move positions.
-        key_begin: row bounds, ``[batch, len_q]``, packed ``[total_q]``, int32 or int64: a query attends to no key before
-            ``key_begin``, counted from the start of its own sequence. Row bounds come on top of all other masks. They must
-            not decrease within a sequence; a row may be empty. One call serves what is not a single causal mask: a zigzag
-            shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
-            invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
-        key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
-        direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
-        reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
-        row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
-            ``[heads_s, total_q]``. A row of weight 0 adds nothing to the loss, even if it contains NaN; on a GPU such a NaN
-            still reaches the gradients.
-        lse_t: the teacher's log-sum-exp (natural log, f32) of each row over exactly the keys that it attends to,
-            ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the teacher's attention returns it. The teacher's
-            logits are then computed once instead of twice. Default: computed.
-        lse_t_wider: ``lse_t`` covers more keys than the row attends to: the whole sequence in addition to ``indices``, sinks,
-            other branches. The teacher is then its conditional distribution on the visible keys, which costs one more pass
-            over its logits.
-        deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
-        check_lse: compute a given ``lse_t`` again for some rows, and raise an error if it differs, or with ``lse_t_wider`` if it
-            is smaller: wrong LSEs give a wrong loss and nothing else tells. Waits for the GPU. The environment variable
-            ``STREAMKL_CHECK_LSE=1`` does the same.
+        {options}
         return_rows: also return the row vectors.
-        layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
-        cp_group: context parallelism, with ``cp_layout``, ``cp_comm`` and ``cp_grads`` as in :func:`streamkl.attention_kl`.
-            ``indices`` of a shard count in the whole sequence.
-        tp_group: tensor parallelism over teacher heads, as in :func:`streamkl.attention_kl`. ``rows.cross_entropy`` is that of
-            the mean of all teacher heads; ``kl`` and ``entropy`` are means over ranks.
-        loss_group: as in :func:`streamkl.attention_kl`.
 
     Returns:
         The loss, f32: a scalar, or with ``reduction="none"`` the weighted KL of each row, ``[batch, heads_s, len_q]``, packed
@@ -169,16 +123,13 @@ def indexer_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
-    refuse_transforms("indexer_kl", q_t, k_t, q_s, k_s, w_s)
+    given = dict(indices=indices, row_weight=row_weight, lse_t=lse_t)
+    check_tensors("indexer_kl", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, optional=given)
     check_flags(lse_t_wider=lse_t_wider, check_lse=check_lse, return_rows=return_rows)
     if lse_t_wider and lse_t is None:
         raise ValueError("lse_t_wider=True: needs lse_t")
-    lengths, options = translate(
-        _wanted_gradients(q_t, k_t, q_s, k_s, w_s), causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t,
-        softmax_scale_s=softmax_scale_s, softcap_t=softcap_t, relu=relu, cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, key_lengths=key_lengths,
-        key_begin=key_begin, key_end=key_end, direction=direction, reduction=reduction, deterministic=deterministic, layout=layout,
-    )  # fmt: skip
+    gradients = _wanted_gradients(q_t, k_t, q_s, k_s, w_s)
+    lengths, options = translate(IndexerOptions, gradients, {"reduction": reduction, **options})
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
     k_s, w_s, indices = (_with_heads(tensor, lengths, options) for tensor in (k_s, w_s, indices))
@@ -189,14 +140,14 @@ def indexer_kl(
 
     tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
     operators, groups = Operators, None
-    if cp_group is not None or tp_group is not None or loss_group is not None:
+    if parallel is not None:
         from .parallel import Groups
 
-        groups = Groups(cp_group, cp_layout, cp_comm, cp_grads, tp_group, loss_group)
+        groups = Groups(parallel)
         asked = dict(reduction=reduction, return_rows=return_rows, lse_t_wider=lse_t_wider)
         operators = groups.operators(tensors, (lse_t, None, row_weight), lengths, options, **asked)
     fixed_weight = row_weight is None or not row_weight.requires_grad
-    if options.gradients and reduction != "none" and fixed_weight and not lse_t_wider:
+    if gradients and reduction != "none" and fixed_weight and not lse_t_wider:
         loss, rows = _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options)
     else:
         rows = _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, options)
@@ -204,11 +155,12 @@ def indexer_kl(
         loss = loss if reduction == "none" else loss.sum()
     if groups is None and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
         check_teacher_lse((q_t, k_t, lse_t, None), indices, lse_t_wider, lengths, options)
-    if groups is not None and groups.reduces and reduction != "none":
-        loss = groups.reduced(loss, _total_weight(rows["lse_s"], row_weight) if reduction == "mean" else None)
-    elif reduction == "mean":
-        total = _total_weight(rows["lse_s"], row_weight)
-        loss = loss / torch.where(total == 0, 1, total)
+    if reduction != "none":
+        total = total_weight(loss, rows["lse_s"], row_weight, lengths) if reduction == "mean" else None
+        if groups is not None and groups.reduces:
+            loss = groups.reduced(loss, total)
+        elif total is not None:
+            loss = loss / nonzero(total)
     if not return_rows:
         return loss
     rows["kl"] = rows["kl"].detach()
@@ -243,7 +195,7 @@ def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, optio
             (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)
     *differentiable, indices = tensors
-    loss, *made = OnePass.apply(*differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, lengths, options))
+    loss, *made = OnePass.apply(*differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, False, lengths, options))
     return loss, {**dict(zip(row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
 
 
@@ -259,8 +211,3 @@ def _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, optio
         made = operators.forward(*tensors, lse_t, wanted, *lengths, *options)
     return dict(zip(row_names(wanted), made))
 
-
-def _total_weight(lse_s, row_weight):
-    """Of the rows that attend to a key. A mean is 0 if there is no such row, or if all weights are 0."""
-    attending = lse_s != -torch.inf
-    return attending.sum() if row_weight is None else torch.where(attending, row_weight, 0.0).sum()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any, Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._options import AttentionBatch, AttentionOptions, IndexerBatch, IndexerOptions
 from ._attention_kl import attention_kl
+from ._options import AttentionOptions, IndexerOptions, defaults_of
 from .indexer import indexer_kl
 
 if TYPE_CHECKING:
@@ -16,15 +15,14 @@ if TYPE_CHECKING:
 
 
 class _Loss(torch.nn.Module):
-    """A module that holds the options of its function: all `accepted` ones, in the order of the function's signature."""
+    """A module that holds the options of its function. It has no parameters and no buffers: nothing of a ``state_dict``."""
 
-    def __init__(self, function: Callable, accepted: type, given: dict[str, Any]) -> None:
+    def __init__(self, declared: Any, given: dict[str, Any]) -> None:
         super().__init__()
-        names = accepted.__annotations__
-        if unknown := given.keys() - names.keys():
+        defaults = defaults_of(declared)
+        if unknown := given.keys() - defaults.keys():
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {min(unknown)!r}")
-        parameters = inspect.signature(function).parameters.values()
-        self.options: dict[str, Any] = {each.name: each.default for each in parameters if each.name in names} | given
+        self.options: dict[str, Any] = given
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -33,8 +31,6 @@ class _Loss(torch.nn.Module):
 class AttentionKLLoss(_Loss):
     """KL between teacher and student attention. The options are those of :func:`streamkl.attention_kl`.
 
-    The module holds no parameters and no buffers: it adds nothing to a ``state_dict``.
-
     Example::
 
         criterion = streamkl.AttentionKLLoss(causal=True, window_size=(4096, 0))
@@ -42,19 +38,23 @@ class AttentionKLLoss(_Loss):
     """
 
     def __init__(self, **options: Unpack[AttentionOptions]) -> None:
-        super().__init__(attention_kl, AttentionOptions, {**options})
+        super().__init__(AttentionOptions, {**options})
 
     def forward(
-        self, q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, **batch: Unpack[AttentionBatch]
+        self,
+        q_t: torch.Tensor,
+        k_t: torch.Tensor,
+        q_s: torch.Tensor,
+        k_s: torch.Tensor,
+        **batch: Unpack[AttentionOptions],
     ) -> torch.Tensor:
-        """The loss of one batch. Tensors, lengths, weights and LSEs are those of :func:`streamkl.attention_kl`."""
-        return attention_kl(q_t, k_t, q_s, k_s, **self.options, **batch)
+        """The loss of one batch. Its own options, such as lengths, weights and LSEs, override those of the module."""
+        options: AttentionOptions = {**self.options, **batch}  # type: ignore[typeddict-item]
+        return attention_kl(q_t, k_t, q_s, k_s, **options)
 
 
 class IndexerKLLoss(_Loss):
     """KL between a teacher's mean attention and an indexer's. The options are those of :func:`streamkl.indexer_kl`.
-
-    The module holds no parameters and no buffers: it adds nothing to a ``state_dict``.
 
     Example::
 
@@ -63,11 +63,18 @@ class IndexerKLLoss(_Loss):
     """
 
     def __init__(self, **options: Unpack[IndexerOptions]) -> None:
-        super().__init__(indexer_kl, IndexerOptions, {**options})
+        super().__init__(IndexerOptions, {**options})
 
     def forward(
-        self, q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, w_s: torch.Tensor,
-        indices: torch.Tensor | None = None, **batch: Unpack[IndexerBatch],
-    ) -> torch.Tensor:  # fmt: skip
-        """The loss of one batch. Tensors, lengths, weights and LSEs are those of :func:`streamkl.indexer_kl`."""
-        return indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, **self.options, **batch)
+        self,
+        q_t: torch.Tensor,
+        k_t: torch.Tensor,
+        q_s: torch.Tensor,
+        k_s: torch.Tensor,
+        w_s: torch.Tensor,
+        indices: torch.Tensor | None = None,
+        **batch: Unpack[IndexerOptions],
+    ) -> torch.Tensor:
+        """The loss of one batch. Its own options, such as lengths, weights and LSEs, override those of the module."""
+        options: IndexerOptions = {**self.options, **batch}  # type: ignore[typeddict-item]
+        return indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, **options)

@@ -7,14 +7,18 @@ bucket's share of the attention and of the KL: a share depends only on the state
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Iterator, NamedTuple
 
 import torch
 
 from ._checks import sizes
-from ._options import Direction, Layout, check_flags, is_whole, translate
+from ._options import Lengths, MapOptions, check_flags, check_tensors, is_whole, translate, with_options
+from ._problem import KL_REVERSE
 from ._states import partial
 from ._attention_kl import attention_kl, promote_under_autocast
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AttentionMap(NamedTuple):
@@ -25,6 +29,7 @@ class AttentionMap(NamedTuple):
     kl: torch.Tensor
 
 
+@with_options(MapOptions)
 @torch.no_grad()
 def attention_map(
     q_t: torch.Tensor,
@@ -34,17 +39,7 @@ def attention_map(
     *,
     buckets: tuple[int, int] = (64, 64),
     per_head: bool = True,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale_t: float | None = None,
-    softmax_scale_s: float | None = None,
-    softcap_t: float = 0.0,
-    softcap_s: float = 0.0,
-    cu_seqlens_q: torch.Tensor | None = None,
-    cu_seqlens_k: torch.Tensor | None = None,
-    key_lengths: torch.Tensor | None = None,
-    direction: Direction = "forward",
-    layout: Layout = "bnhd",
+    **options: Unpack[MapOptions],
 ) -> AttentionMap:
     """Attention maps of a teacher and a student, and of the KL between them, without the N x N matrices.
 
@@ -61,10 +56,11 @@ def attention_map(
         pyplot.imshow(maps.student.sqrt().cpu())
 
     Args:
-        q_t, k_t, q_s, k_s: as in :func:`streamkl.attention_kl`, like all options that are not listed here.
+        q_t, k_t, q_s, k_s: as in :func:`streamkl.attention_kl`.
         buckets: ``(rows, columns)``: buckets of queries and of keys, at most the length of the longest sequence.
         per_head: one map per student head; ``False``: their mean. The teacher of a student head is the mean of its
             ``heads_t / heads_s`` teacher heads.
+        {options}
 
     Returns:
         ``AttentionMap(teacher, student, kl)`` on the device of the tensors: f32 ``[heads_s, rows, columns]``, or with
@@ -76,26 +72,23 @@ def attention_map(
     check_flags(per_head=per_head)
     if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(is_whole(count) and count >= 1 for count in buckets)):
         raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
-    options: dict[str, Any] = dict(
-        causal=causal, window_size=window_size, softmax_scale_t=softmax_scale_t, softmax_scale_s=softmax_scale_s,
-        softcap_t=softcap_t, softcap_s=softcap_s, key_lengths=key_lengths, direction=direction, layout=layout,
-    )  # fmt: skip
-    _, lse_t, lse_s = attention_kl(
-        q_t, k_t, q_s, k_s, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, reduction="none", return_lse=True, **options
-    )
-    lengths_and_options = translate(0, cu_seqlens_q=None, cu_seqlens_k=None, **options)
-    reverse, heads_first = direction == "reverse", layout == "bhnd"
+    check_tensors("attention_map", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional={})
+    lengths, asked = translate(MapOptions, 0, {**options})  # also refuses options that attention_kl has and this function has not
+    _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, reduction="none", return_lse=True, **options)
+    cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
+    lengths_and_options = Lengths(key_lengths=lengths.key_lengths), asked
+    reverse, heads_first = asked.direction == KL_REVERSE, asked.heads_first
     tensors = (*promote_under_autocast(q_t, k_t, q_s, k_s), None, None, None, None)
 
     if cu_seqlens_q is None or cu_seqlens_k is None:
         sequences: list[tuple] = [(tensors, lse_t, lse_s)]
     else:
         sequences = list(_unpack(tensors, lse_t, lse_s, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), heads_first))
-    lengths = [[sizes(t.shape, False, heads_first)[2] for t in parts[:2]] for parts, _, _ in sequences]
-    rows, columns = (min(count, max((pair[i] for pair in lengths), default=0)) for i, count in enumerate(buckets))
+    sizes_of = [[sizes(t.shape, False, heads_first)[2] for t in parts[:2]] for parts, _, _ in sequences]
+    rows, columns = (min(count, max((pair[i] for pair in sizes_of), default=0)) for i, count in enumerate(buckets))
     sums = torch.zeros(3, lse_s.shape[-2], rows, columns, dtype=torch.float64, device=q_s.device)
     counts = torch.zeros(rows, dtype=torch.float64, device=q_s.device)
-    for (parts, part_lse_t, part_lse_s), (len_q, len_k) in zip(sequences, lengths):
+    for (parts, part_lse_t, part_lse_s), (len_q, len_k) in zip(sequences, sizes_of):
         if part_lse_s.numel() and len_k:
             _add_sequence(sums, counts, parts, part_lse_t, part_lse_s, len_q, len_k, lengths_and_options, reverse)
     images = sums / counts.clamp(min=1)[:, None]

@@ -7,9 +7,20 @@ streamkl.indexer_kl.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+
+from ._options import AttentionOptions, IndexerOptions, defaults_of
+
+
+def _asked(declared: Any, given: dict[str, Any]) -> SimpleNamespace:
+    """The options of a call, with their defaults."""
+    defaults = defaults_of(declared)
+    if unknown := given.keys() - defaults.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+    return SimpleNamespace(**defaults | given)
 
 
 def visible_keys(
@@ -96,19 +107,20 @@ def sequence_indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_
     return rows_of_logits(x, y, visible, lse_t, reverse)
 
 
-def sequences(len_q, len_k, batch, cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size, device):
-    """Yields for each sequence its index in the batch, slices of its queries and keys, and its mask."""
-    mask = dict(causal=causal, window_size=window_size, device=device)
+def sequences(q, k, asked):
+    """Yields for each sequence of [batch, heads, length, dim] its index in the batch, slices of queries and keys, and its mask."""
+    mask = dict(causal=asked.causal, window_size=asked.window_size, device=q.device)
 
     def bounds(rows):
-        return dict(key_begin=None if key_begin is None else key_begin[rows], key_end=None if key_end is None else key_end[rows])
+        given = dict(key_begin=asked.key_begin, key_end=asked.key_end)
+        return {name: None if bound is None else bound[rows] for name, bound in given.items()}
 
-    if cu_seqlens_q is None:
-        for b in range(batch):
-            keys = None if key_lengths is None else int(key_lengths[b])
-            yield b, slice(None), slice(None), visible_keys(len_q, len_k, keys=keys, **bounds(b), **mask)
+    if asked.cu_seqlens_q is None:
+        for b in range(q.shape[0]):
+            keys = None if asked.key_lengths is None else int(asked.key_lengths[b])
+            yield b, slice(None), slice(None), visible_keys(q.shape[-2], k.shape[-2], keys=keys, **bounds(b), **mask)
         return
-    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    bounds_q, bounds_k = asked.cu_seqlens_q.tolist(), asked.cu_seqlens_k.tolist()
     for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
         yield ..., slice(q_0, q_1), slice(k_0, k_1), visible_keys(q_1 - q_0, k_1 - k_0, **bounds(slice(q_0, q_1)), **mask)
 
@@ -134,41 +146,28 @@ def reduced(kl, attending, row_weight, reduction) -> torch.Tensor:
     return loss.sum() / torch.where(total == 0, 1.0, total)
 
 
-def attention_kl(
-    q_t, k_t, q_s, k_s, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
-    softcap_t=0.0, softcap_s=0.0, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    key_lengths=None, key_begin=None, key_end=None, sink_t=None, sink_s=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_s=None,
-    deterministic=False, return_lse=False, layout="bnhd",
-):  # fmt: skip
+def attention_kl(q_t, k_t, q_s, k_s, *, return_lse=False, **options):
     """streamkl.attention_kl with matrices. Ignores given LSEs and computes its own."""
-    q_t, k_t, q_s, k_s = (t if layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s))
-    packed, len_q = cu_seqlens_q is not None, q_t.shape[-2]
-    cuts = sequences(
-        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size,
-        q_t.device,
-    )
-    options = (softmax_scale_t, softmax_scale_s, softcap_t, softcap_s, direction == "reverse", sink_t, sink_s)
+    asked = _asked(AttentionOptions, options)
+    q_t, k_t, q_s, k_s = (t if asked.layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s))
+    packed, len_q, reverse = asked.cu_seqlens_q is not None, q_t.shape[-2], asked.direction == "reverse"
+    logits_of = (asked.softmax_scale_t, asked.softmax_scale_s, asked.softcap_t, asked.softcap_s)
     rows = []
-    for b, q, k, visible in cuts:
+    for b, q, k, visible in sequences(q_t, k_t, asked):
         parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
-        rows.append(sequence_kl(*parts, visible, *options))
+        rows.append(sequence_kl(*parts, visible, *logits_of, reverse, asked.sink_t, asked.sink_s))
     kl, out_t, out_s = (join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), (0.0, -torch.inf, -torch.inf)))
-    loss = reduced(kl, out_s != -torch.inf, row_weight, reduction)
+    loss = reduced(kl, out_s != -torch.inf, asked.row_weight, asked.reduction)
     return (loss, out_t.detach(), out_s.detach()) if return_lse else loss
 
 
-def attention(
-    q, k, v, *, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0, cu_seqlens_q=None, cu_seqlens_k=None,
-    key_lengths=None, key_begin=None, key_end=None, layout="bnhd",
-):  # fmt: skip
+def attention(q, k, v, *, softmax_scale=None, softcap=0.0, **options):
     """(output, LSE) of attention, with matrices. A row that attends to no key has output 0 and LSE -inf."""
-    q, k, v = (t if layout == "bhnd" else t.transpose(-3, -2) for t in (q, k, v))
-    packed, len_q = cu_seqlens_q is not None, q.shape[-2]
-    cuts = sequences(
-        len_q, k.shape[-2], q.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size, q.device
-    )
+    asked = _asked(AttentionOptions, options)
+    q, k, v = (t if asked.layout == "bhnd" else t.transpose(-3, -2) for t in (q, k, v))
+    packed, len_q = asked.cu_seqlens_q is not None, q.shape[-2]
     outputs, lses = [], []
-    for b, rows, keys, visible in cuts:
+    for b, rows, keys, visible in sequences(q, k, asked):
         x = logits(q[b][:, rows], k[b][:, keys], softmax_scale, softcap)
         x = torch.where(visible, x, -torch.inf)
         attending = visible.any(-1)[:, None]
@@ -176,34 +175,25 @@ def attention(
         outputs.append((s @ v[b][:, keys].repeat_interleave(q.shape[-3] // k.shape[-3], dim=0)).transpose(-2, -1))
         lses.append(torch.logsumexp(x, -1))
     output = join(outputs, packed, len_q).transpose(-2, -1)
-    return output if layout == "bhnd" else output.transpose(-3, -2), join(lses, packed, len_q, -torch.inf)
+    return output if asked.layout == "bhnd" else output.transpose(-3, -2), join(lses, packed, len_q, -torch.inf)
 
 
-def indexer_kl(
-    q_t, k_t, q_s, k_s, w_s, indices=None, *, causal=False, window_size=(-1, -1), softmax_scale_t=None, softmax_scale_s=None,
-    softcap_t=0.0, relu=True, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, key_lengths=None,
-    key_begin=None, key_end=None, direction="forward", reduction="mean", row_weight=None, lse_t=None, lse_t_wider=False, deterministic=False,
-    return_rows=False, layout="bnhd",
-):  # fmt: skip
+def indexer_kl(q_t, k_t, q_s, k_s, w_s, indices=None, *, return_rows=False, **options):
     """streamkl.indexer_kl with matrices. Normalises the teacher on the visible keys, whatever lse_t covers."""
-    packed, heads = cu_seqlens_q is not None, -3 if layout == "bhnd" else -2
+    asked = _asked(IndexerOptions, options)
+    packed, heads = asked.cu_seqlens_q is not None, -3 if asked.layout == "bhnd" else -2
     k_s, w_s, indices = (t.unsqueeze(heads) if t is not None and t.dim() == 3 - packed else t for t in (k_s, w_s, indices))
     q_t, k_t, q_s, k_s, w_s, indices = (
-        t if t is None or layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s, w_s, indices)
+        t if t is None or asked.layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s, w_s, indices)
     )
-    len_q = q_t.shape[-2]
-    cuts = sequences(
-        len_q, k_t.shape[-2], q_t.shape[0], cu_seqlens_q, cu_seqlens_k, key_lengths, key_begin, key_end, causal, window_size,
-        q_t.device,
-    )
-    options = (softmax_scale_t, softmax_scale_s, softcap_t, relu, direction == "reverse")
+    len_q, reverse = q_t.shape[-2], asked.direction == "reverse"
+    logits_of = (asked.softmax_scale_t, asked.softmax_scale_s, asked.softcap_t, asked.relu)
     rows = []
-    for b, q, k, visible in cuts:
-        of_rows = (None if t is None else t[b][:, q] for t in (w_s, indices, lse_t))
-        rows.append(
-            sequence_indexer_kl(q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k], *of_rows, visible, *options)
-        )
+    for b, q, k, visible in sequences(q_t, k_t, asked):
+        of_rows = (None if t is None else t[b][:, q] for t in (w_s, indices, asked.lse_t))
+        parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
+        rows.append(sequence_indexer_kl(*parts, *of_rows, visible, *logits_of, reverse))
     values = Rows(0.0, 0.0, 0.0, -torch.inf, -torch.inf, 0.0)
     joined = Rows(*(join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), values)))
-    loss = reduced(joined.kl, joined.lse_s != -torch.inf, row_weight, reduction)
+    loss = reduced(joined.kl, joined.lse_s != -torch.inf, asked.row_weight, asked.reduction)
     return (loss, Rows(*(row.detach() for row in joined))) if return_rows else loss

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from hf_models import batch, gpt_oss, llama, loss_of
 from torch.nn.parallel import DistributedDataParallel
 
+import streamkl
 from streamkl.hf import AttentionDistiller
 
 
@@ -150,7 +151,7 @@ def context_parallel_group():
 
     tokens, positions = context_inputs()
     teacher, student = context_parallel_models()
-    with AttentionDistiller(teacher, student, cp_group=dist.group.WORLD) as distiller:
+    with AttentionDistiller(teacher, student, parallel=streamkl.Parallel(dist.group.WORLD)) as distiller:
         own = [shard(each, dist.group.WORLD) for each in (tokens, positions)]
         student(input_ids=own[0], position_ids=own[1])
         loss = distiller.loss()

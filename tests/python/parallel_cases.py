@@ -14,6 +14,7 @@ from cases import make_tensors
 from indexer_cases import make_indexer
 
 import streamkl
+from streamkl import Parallel
 from streamkl.parallel import shard
 
 LOSS, GRADIENT = 1e-6, 1e-5  # relative to the loss, and to the largest gradient
@@ -51,7 +52,7 @@ class Case:
         return getattr(streamkl, self.function)
 
     def cut(self, tensor, dim):
-        return shard(tensor, self.group, dim, layout=self.cp.get("cp_layout", "zigzag"), cu_seqlens=self.cu_seqlens)
+        return shard(tensor, self.group, dim, layout=self.cp.get("layout", "zigzag"), cu_seqlens=self.cu_seqlens)
 
     def cut_tensor(self, tensor):
         if tensor is None:
@@ -73,7 +74,7 @@ class Case:
         wanted = [index for index, tensor in enumerate(self.tensors) if tensor is not None and tensor.requires_grad]
         whole = self.name(*self.tensors, **self.options)
         own_tensors = [self.cut_tensor(tensor) for tensor in self.tensors]
-        own = self.name(*own_tensors, **self.own_options(), **self.cp, cp_group=self.group)
+        own = self.name(*own_tensors, **self.own_options(), parallel=Parallel(self.group, **self.cp))
         assert own.dtype == torch.float32
         upstream = own_upstream = torch.tensor(0.7)
         if self.options.get("reduction") == "none":
@@ -266,22 +267,22 @@ def context_parallel(problem, group=None, **cp):
 
 def all_problems():
     for problem in PROBLEMS:
-        for cp_layout in "zigzag", "contiguous":
-            for cp_comm in "allgather", "ring":
+        for layout in "zigzag", "contiguous":
+            for comm in "allgather", "ring":
                 try:
-                    context_parallel(problem, cp_layout=cp_layout, cp_comm=cp_comm)
+                    context_parallel(problem, layout=layout, comm=comm)
                 except AssertionError as error:
-                    raise AssertionError(f"{problem.__name__}, {cp_layout}, {cp_comm}: {error}") from error
+                    raise AssertionError(f"{problem.__name__}, {layout}, {comm}: {error}") from error
 
 
 def some_problems():
     """What ./test runs."""
-    context_parallel(plain, cp_layout="zigzag", cp_comm="allgather")
-    context_parallel(plain, cp_layout="contiguous", cp_comm="ring")
-    context_parallel(packed_attention, cp_layout="zigzag", cp_comm="ring")
-    context_parallel(one_pass, cp_layout="contiguous", cp_comm="allgather")
-    context_parallel(key_lengths, cp_layout="contiguous", cp_comm="allgather")
-    context_parallel(sparse_indexer, cp_layout="zigzag", cp_comm="ring")
+    context_parallel(plain, layout="zigzag", comm="allgather")
+    context_parallel(plain, layout="contiguous", comm="ring")
+    context_parallel(packed_attention, layout="zigzag", comm="ring")
+    context_parallel(one_pass, layout="contiguous", comm="allgather")
+    context_parallel(key_lengths, layout="contiguous", comm="allgather")
+    context_parallel(sparse_indexer, layout="zigzag", comm="ring")
 
 
 def layout_of_torch():
@@ -300,7 +301,7 @@ def compiled():
     own[2:] = [tensor.requires_grad_() for tensor in own[2:]]
 
     def step(q_t, k_t, q_s, k_s):
-        return 3 * streamkl.attention_kl(q_t, k_t, 2 * q_s, k_s, causal=True, cp_group=dist.group.WORLD)
+        return 3 * streamkl.attention_kl(q_t, k_t, 2 * q_s, k_s, causal=True, parallel=Parallel(dist.group.WORLD))
 
     expected, loss = step(*own), torch.compile(step, backend="aot_eager")(*own)
     near("loss", loss, expected, LOSS)
@@ -313,24 +314,23 @@ def sub_groups():
     world, rank = dist.get_world_size(), dist.get_rank()
     half = world // 2
     groups = [dist.new_group(list(range(begin, begin + half))) for begin in (0, half)]
-    for cp_comm in "allgather", "ring":
-        context_parallel(packed_attention, groups[rank // half], cp_comm=cp_comm)
+    for comm in "allgather", "ring":
+        context_parallel(packed_attention, groups[rank // half], comm=comm)
 
 
 def gradients_for_averaging():
-    """cp_grads="mean": the mean over ranks of the gradient of a weight is that of one process."""
+    """gradients="mean": the mean over ranks of the gradient of a weight is that of one process."""
     world = dist.get_world_size()
     q_t, k_t, q_s, k_s = attention(world)
     weight = torch.eye(5, requires_grad=True)
     (expected,) = torch.autograd.grad(streamkl.attention_kl(q_t, k_t, q_s.detach() @ weight, k_s.detach(), causal=True), weight)
     own = [shard(tensor.detach(), dist.group.WORLD) for tensor in (q_t, k_t, q_s, k_s)]
-    for cp_grads, divisor in ("mean", world), ("sum", 1):
-        loss = streamkl.attention_kl(
-            *own[:2], own[2] @ weight, own[3], causal=True, cp_group=dist.group.WORLD, cp_grads=cp_grads
-        )
+    for gradients, divisor in ("mean", world), ("sum", 1), (None, 1):
+        parallel = Parallel(dist.group.WORLD, gradients=gradients)
+        loss = streamkl.attention_kl(*own[:2], own[2] @ weight, own[3], causal=True, parallel=parallel)
         (gradient,) = torch.autograd.grad(loss, weight)
         dist.all_reduce(gradient)
-        near(cp_grads, gradient / divisor, expected, GRADIENT)
+        near(f"gradients={gradients}", gradient / divisor, expected, GRADIENT)
 
 
 def gradients_of_sinks():
@@ -340,12 +340,12 @@ def gradients_of_sinks():
     whole = streamkl.attention_kl(*tensors, **given, **CAUSAL)
     expected = torch.autograd.grad(whole, given.values())
     own = [shard(tensor.detach(), dist.group.WORLD) for tensor in tensors]
-    loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **given, **CAUSAL)
+    loss = streamkl.attention_kl(*own, parallel=Parallel(dist.group.WORLD), **given, **CAUSAL)
     near("loss", loss, whole, LOSS)
     for gradient, of_whole in zip(torch.autograd.grad(loss, given.values()), expected):
         dist.all_reduce(gradient)
         near("gradient of a sink", gradient, of_whole, GRADIENT)
-    expect(ValueError, "gradients of sinks need cp_comm='allgather'", *own, cp_comm="ring", **given)
+    expect(ValueError, "gradients of sinks need comm='allgather'", *own, comm="ring", **given)
 
 
 def half_precision():
@@ -358,8 +358,9 @@ def half_precision():
             expected = torch.autograd.grad(streamkl.attention_kl(*tensors, causal=True, **given), tensors[2:])
             own = [shard(tensor.detach(), dist.group.WORLD).requires_grad_(tensor.requires_grad) for tensor in tensors]
             own_lses = {name: shard(lse, dist.group.WORLD, -1) for name, lse in given.items()}
-            for cp_comm in "allgather", "ring":
-                loss = streamkl.attention_kl(*own, causal=True, cp_group=dist.group.WORLD, cp_comm=cp_comm, **own_lses)
+            for comm in "allgather", "ring":
+                parallel = Parallel(dist.group.WORLD, comm=comm)
+                loss = streamkl.attention_kl(*own, causal=True, parallel=parallel, **own_lses)
                 for gradient, whole in zip(torch.autograd.grad(loss, own[2:]), expected):
                     assert gradient.dtype == dtype
                     near("gradient", gradient, shard(whole, dist.group.WORLD), 2 * tolerance)
@@ -368,9 +369,9 @@ def half_precision():
 # ---- Faults --------------------------------------------------------------------------------------------------------------
 
 
-def expect(error_type, text, *tensors, **options):
+def expect(error_type, text, *tensors, comm="allgather", **options):
     try:
-        streamkl.attention_kl(*tensors, cp_group=dist.group.WORLD, **options)
+        streamkl.attention_kl(*tensors, parallel=Parallel(dist.group.WORLD, comm=comm), **options)
     except error_type as error:
         assert text in str(error), error
     else:
@@ -383,7 +384,8 @@ def different_calls():
     tensors = [tensor.detach() for tensor in make_tensors(len_q=8, len_k=8)]
     others = [tensor.detach() for tensor in make_tensors(len_q=8, len_k=10)]
     expect(ValueError, "k_t: [2, ", *(others if rank == world - 1 else tensors))
-    expect(ValueError, "options: ", *tensors, causal=rank == 0)
+    expect(ValueError, f"causal: {rank == 0} on rank {rank} of the group differs", *tensors, causal=rank == 0)
+    expect(ValueError, "parallel.comm: ", *tensors, comm="ring" if rank == 0 else "allgather")
     expect(ValueError, "q_s: ", *tensors[:2], *(tensor.bfloat16() if rank == 0 else tensor for tensor in tensors[2:]))
     faulty = [tensors[0], tensors[1], tensors[2][:, :6], tensors[3]]
     if rank == 0:
@@ -392,27 +394,26 @@ def different_calls():
         expect(RuntimeError, "rank 0 of the group refused its arguments", *tensors)
     odd = [tensor.detach() for tensor in make_tensors(len_q=7, len_k=7)]
     expect(ValueError, "a shard of 7 tokens", *odd)
-    expect(ValueError, "cp_layout='stripes'", *tensors, cp_layout="stripes")
-    expect(ValueError, "cp_comm='tree'", *tensors, cp_comm="tree")
     groups = make_tensors(len_q=8, len_k=8)  # a teacher with gradients and teacher groups
-    expect(ValueError, "need cp_comm='allgather'", *groups, cp_comm="ring")
+    expect(ValueError, "need comm='allgather'", *groups, comm="ring")
     context_parallel(plain)  # the group still works
 
 
-def dies(before, **cp):
+def dies(before, comm="allgather"):
     """The last rank ends before a step of the others: they get an error, within the timeout of the group."""
     own = [shard(tensor.detach(), dist.group.WORLD) for tensor in attention(dist.get_world_size())]
     own[2:] = [tensor.requires_grad_() for tensor in own[2:]]
+    parallel = Parallel(dist.group.WORLD, comm=comm)
     dies_now = dist.get_rank() == dist.get_world_size() - 1
-    streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp).backward()
+    streamkl.attention_kl(*own, parallel=parallel).backward()
     dist.barrier()
     try:
         if before == "backward":
-            loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp)
+            loss = streamkl.attention_kl(*own, parallel=parallel)
         if dies_now:
             os._exit(0)
         if before == "forward":
-            loss = streamkl.attention_kl(*own, cp_group=dist.group.WORLD, **cp)
+            loss = streamkl.attention_kl(*own, parallel=parallel)
         loss.backward()
     except RuntimeError as error:
         os.write(1, f"rank {dist.get_rank()}: {type(error).__name__}\n".encode())  # print() may mix lines of ranks
@@ -425,11 +426,11 @@ def rank_dies_before_a_call():
 
 
 def rank_dies_before_a_gather():
-    dies("backward", cp_comm="allgather")
+    dies("backward", comm="allgather")
 
 
 def rank_dies_in_a_ring():
-    dies("backward", cp_comm="ring")
+    dies("backward", comm="ring")
 
 
 def run_cases(cases):

@@ -102,5 +102,5 @@ def check_group_of_one_rank(device, dtype=torch.float32, length=96):
             for index, (expected, found) in enumerate(zip(*results)):
                 near(f"{name}, {type(operators).__name__}, result {index}", found, expected, share)
     tensors = make_tensors(device=device)
-    loss = streamkl.attention_kl(*tensors, cp_group=group, loss_group=group)
+    loss = streamkl.attention_kl(*tensors, parallel=streamkl.Parallel(group, loss_group=group))
     near("loss", loss, streamkl.attention_kl(*tensors), 1e-6)

@@ -7,6 +7,7 @@ from indexer_cases import make_indexer
 from parallel_cases import GRADIENT, LOSS, equal_on_all_ranks, near
 
 import streamkl
+from streamkl import Parallel
 from streamkl.parallel import shard
 
 
@@ -36,7 +37,7 @@ def teacher_heads_of_indexer():
             whole, rows = streamkl.indexer_kl(*tensors, causal=True, return_rows=True)
             expected = torch.autograd.grad(whole, tensors.trained)
             own = (own_heads(tensors.q_t), own_heads(tensors.k_t), *tensors[2:])
-            options = dict(causal=True, lse_t=own_heads(rows.lse_t) if given else None, tp_group=dist.group.WORLD)
+            options = dict(causal=True, lse_t=own_heads(rows.lse_t) if given else None, parallel=Parallel(tensor_group=dist.group.WORLD))
             loss, own_rows = streamkl.indexer_kl(*own, return_rows=True, **options)
             near("cross-entropy", own_rows.cross_entropy, rows.cross_entropy, LOSS * 10)
             torch.testing.assert_close(own_rows.kl, own_rows.cross_entropy - own_rows.entropy)
@@ -54,7 +55,7 @@ def teacher_heads_under_a_wider_lse():
     whole, rows = streamkl.indexer_kl(*tensors, lse_t=dense.lse_t, **options)
     expected = torch.autograd.grad(whole, tensors.trained)
     own = (own_heads(tensors.q_t), own_heads(tensors.k_t), *tensors[2:])
-    loss, own_rows = streamkl.indexer_kl(*own, lse_t=own_heads(dense.lse_t), tp_group=dist.group.WORLD, **options)
+    loss, own_rows = streamkl.indexer_kl(*own, lse_t=own_heads(dense.lse_t), parallel=Parallel(tensor_group=dist.group.WORLD), **options)
     near("cross-entropy", own_rows.cross_entropy, rows.cross_entropy, LOSS * 10)
     near("mass", own_rows.mass, rows.mass, LOSS * 10)
     compare_gradients(torch.autograd.grad(loss, tensors.trained), expected)
@@ -70,7 +71,7 @@ def teacher_heads_of_attention():
     all_k = k_t.repeat_interleave(4, 2).unflatten(2, (2, 2 * world))
     own_k = own_heads(all_k, 3).flatten(2, 3)
     whole = streamkl.attention_kl(q_t, k_t, *student, causal=True)
-    loss = streamkl.attention_kl(own_q, own_k, *student, causal=True, tp_group=dist.group.WORLD)
+    loss = streamkl.attention_kl(own_q, own_k, *student, causal=True, parallel=Parallel(tensor_group=dist.group.WORLD))
     equal_on_all_ranks(loss, None)
     compare_gradients(torch.autograd.grad(loss, student), torch.autograd.grad(whole, student))
 
@@ -82,7 +83,7 @@ def refusals():
         (dict(), "the teacher must not require gradients"),
     ):
         try:
-            streamkl.attention_kl(q_t, k_t, q_s, k_s, tp_group=dist.group.WORLD, **options)
+            streamkl.attention_kl(q_t, k_t, q_s, k_s, parallel=Parallel(tensor_group=dist.group.WORLD), **options)
         except ValueError as error:
             assert expected in str(error), error
         else:
@@ -101,7 +102,7 @@ def teacher_heads_and_context():
     cut = [shard(tensor.detach(), mesh["cp"]) for tensor in (*tensors[:2], *tensors[2:5])]
     own_t = (cut[0].chunk(2, 2)[part], cut[1].chunk(2, 2)[part])
     student = [tensor.requires_grad_() for tensor in cut[2:]]
-    loss = streamkl.indexer_kl(*own_t, *student, causal=True, cp_group=mesh["cp"], tp_group=mesh["tp"])
+    loss = streamkl.indexer_kl(*own_t, *student, causal=True, parallel=Parallel(mesh["cp"], tensor_group=mesh["tp"]))
     compare_gradients(torch.autograd.grad(loss, student), [shard(each, mesh["cp"]) for each in expected])
 
 
@@ -115,7 +116,7 @@ def faults_in_a_mesh():
     if rank == 0:
         tensors[2] = tensors[2][:, :6]
     try:
-        streamkl.indexer_kl(*tensors, cp_group=mesh["cp"], tp_group=mesh["tp"])
+        streamkl.indexer_kl(*tensors, parallel=Parallel(mesh["cp"], tensor_group=mesh["tp"]))
     except (ValueError, RuntimeError) as error:
         assert rank == 0 or "refused its arguments" in str(error), error
     else:
@@ -132,7 +133,7 @@ def ulysses():
     whole = streamkl.attention_kl(*tensors, causal=True)
     expected = torch.autograd.grad(whole, tensors)
     own = [shard(tensor.detach(), dist.group.WORLD, layout="contiguous").requires_grad_() for tensor in tensors]
-    loss = streamkl.attention_kl(*(heads_of(tensor, world) for tensor in own), causal=True, loss_group=dist.group.WORLD)
+    loss = streamkl.attention_kl(*(heads_of(tensor, world) for tensor in own), causal=True, parallel=Parallel(loss_group=dist.group.WORLD))
     near("loss", loss, whole, LOSS)
     equal_on_all_ranks(loss, None)
     found = torch.autograd.grad(loss, own)
@@ -157,7 +158,7 @@ def unequal_batches():
     whole = streamkl.attention_kl(*tensors, key_lengths=lengths, row_weight=weight)
     own = [tensor.detach()[2 * rank : 2 * rank + 2].requires_grad_() for tensor in tensors]
     options = dict(key_lengths=lengths[2 * rank : 2 * rank + 2], row_weight=weight[2 * rank : 2 * rank + 2])
-    loss = streamkl.attention_kl(*own, loss_group=dist.group.WORLD, **options)
+    loss = streamkl.attention_kl(*own, parallel=Parallel(loss_group=dist.group.WORLD), **options)
     near("loss", loss, whole, LOSS)
     expected = [each[2 * rank : 2 * rank + 2] for each in torch.autograd.grad(whole, tensors)]
     compare_gradients(torch.autograd.grad(loss, own), expected)
@@ -198,13 +199,13 @@ def megatron():
         cut = [shard(tensor.detach(), group) for tensor in tensors[:5]]
         student = [tensor.requires_grad_() for tensor in cut[2:]]
         own_index = shard(ours, group) if top_k else None
-        loss = streamkl.indexer_kl(*cut[:2], *student, own_index, causal=True, cp_group=group)
+        loss = streamkl.indexer_kl(*cut[:2], *student, own_index, causal=True, parallel=Parallel(context_group=group))
         near("loss", loss, whole, 1e-5)  # Megatron adds 1e-10 to probabilities
         found = torch.autograd.grad(loss, student)
         for gradient, of_whole in zip(found, expected):
             near("gradient", gradient, shard(of_whole, group), 1e-4)
         given = (own_heads(q_t), own_heads(k_t), q_s, k_s, w_s, ours if top_k else None)
-        by_heads = streamkl.indexer_kl(*given, causal=True, tp_group=group)
+        by_heads = streamkl.indexer_kl(*given, causal=True, parallel=Parallel(tensor_group=group))
         for gradient, of_whole in zip(torch.autograd.grad(by_heads, tensors.trained), expected):
             near("gradient", gradient, of_whole, 1e-4)
 

@@ -171,10 +171,12 @@ def test_a_graph_without_a_backward_is_freed():
 
 
 ERRORS = {
-    "v": (lambda c: dict(v=torch.randn(2, 4, 37, 8)), r"v: .* must be torch.float32 \[2, 4, 37, 16\]"),
+    "v": (lambda c: dict(v=torch.randn(2, 4, 37, 8)), r"v: shape \[2, 4, 37, 8\] must be \[2, 4, 37, 16\]"),
     "q_t": (lambda c: dict(q_t=c.q_t[:, :3]), "3 teacher heads must be a multiple of 4 student heads"),
     "lse_t": (lambda c: dict(lse_t=torch.zeros(2, 4, 36)), r"lse_t: shape \[2, 4, 36\] must be"),
     "reduction": (lambda c: dict(reduction="none"), "must be 'mean' or 'sum'"),
+    "head size": (lambda c: {x: torch.randn(2, 4, 37, 513) for x in "qkv"}, r"dim=513: must be 1..512"),
+    "kl_weight type": (lambda c: dict(kl_weight="1"), "kl_weight: must be a number"),
     "kl_weight": (lambda c: dict(kl_weight=torch.ones(3)), "kl_weight: must be a number"),
     "inject": (lambda c: dict(inject=1), "inject=1: must be True or False"),
     "row_weight": (lambda c: dict(row_weight=torch.ones(2, 3)), r"row_weight: shape \[2, 3\] must be"),

@@ -277,7 +277,7 @@ def test_a_context_parallel_region_without_a_known_group_is_an_error():
         torch_region._enable_cp_dtensor_dispatcher()
         try:
             student(**batch())
-            with pytest.raises(RuntimeError, match="context-parallel region whose mesh is not known.*pass cp_group"):
+            with pytest.raises(RuntimeError, match="context-parallel region whose mesh is not known.*pass parallel="):
                 distiller.loss()
         finally:
             torch_region._disable_cp_dtensor_dispatcher()

@@ -13,6 +13,7 @@ from cases import LONG, make_tensors
 from parallel_one_device import check_group_of_one_rank, check_shards
 
 import streamkl
+from streamkl import Parallel
 from streamkl.parallel import shard, unshard
 from streamkl.parallel._gather import slice_count
 from streamkl.parallel._layout import Layout, gather_order, inverse_of
@@ -110,16 +111,16 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("cp_comm", ["allgather", "ring"])
-def test_a_group_of_one_rank_changes_nothing(one_rank, cp_comm):
+@pytest.mark.parametrize("comm", ["allgather", "ring"])
+def test_a_group_of_one_rank_changes_nothing(one_rank, comm):
     tensors = make_tensors()
     expected = streamkl.attention_kl(*tensors, causal=True)
-    loss = streamkl.attention_kl(*tensors, causal=True, cp_group=one_rank, cp_comm=cp_comm, tp_group=None)
+    loss = streamkl.attention_kl(*tensors, causal=True, parallel=Parallel(one_rank, comm=comm))
     assert torch.equal(loss, expected)
     for found, whole in zip(torch.autograd.grad(loss, tensors), torch.autograd.grad(expected, tensors)):
         assert torch.equal(found, whole)
     mesh = dist.init_device_mesh("cpu", (1,))
-    assert torch.equal(streamkl.AttentionKLLoss(causal=True, cp_group=mesh)(*tensors), expected)
+    assert torch.equal(streamkl.AttentionKLLoss(causal=True, parallel=Parallel(mesh))(*tensors), expected)
 
 
 def test_all_collective_calls_of_one_rank(one_rank):
@@ -138,7 +139,20 @@ def test_shards_of_one_rank(one_rank):
         shard(tokens[:, :7], one_rank)
 
 
-@pytest.mark.parametrize("name", ["cp_group", "tp_group", "loss_group"])
+@pytest.mark.parametrize("name", ["context_group", "tensor_group", "loss_group"])
 def test_something_else_than_a_group(name):
-    with pytest.raises(ValueError, match=f"{name}='cuda': must be a torch.distributed process group"):
-        streamkl.attention_kl(*make_tensors(), **{name: "cuda"})
+    with pytest.raises(ValueError, match=f"parallel.{name}='cuda': must be a torch.distributed process group"):
+        streamkl.attention_kl(*make_tensors(), parallel=Parallel(**{name: "cuda"}))
+
+
+def test_something_else_than_parallel(one_rank):
+    with pytest.raises(ValueError, match="parallel=.*: must be a streamkl.Parallel"):
+        streamkl.attention_kl(*make_tensors(), parallel=one_rank)
+    with pytest.raises(ValueError, match="parallel.layout='stripes': must be 'zigzag' or 'contiguous'"):
+        Parallel(one_rank, layout="stripes")
+    with pytest.raises(ValueError, match="parallel.comm='tree': must be 'allgather' or 'ring'"):
+        Parallel(one_rank, comm="tree")
+    with pytest.raises(ValueError, match="parallel.gradients='max': must be 'sum' or 'mean'"):
+        Parallel(one_rank, gradients="max")
+    with pytest.raises(TypeError, match="attention_kl.* got an unexpected keyword argument 'cp_group'"):
+        streamkl.attention_kl(*make_tensors(), cp_group=one_rank)

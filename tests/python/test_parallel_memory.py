@@ -76,7 +76,7 @@ def peak_bytes(function):
     return answer, int(torch.tensor(sizes).cumsum(0).max())
 
 
-OPTIONS = dict(causal=True, window_size=(8, 0), reduction="sum", cp_group="any")  # a window is fast
+OPTIONS = dict(causal=True, window_size=(8, 0), reduction="sum")  # a window is fast
 
 
 def make_shards():
@@ -85,7 +85,7 @@ def make_shards():
 
 def test_two_slices_of_keys_and_of_their_gradients(alone):
     own = make_shards()
-    loss, peak = peak_bytes(lambda: streamkl.attention_kl(*own, **OPTIONS))
+    loss, peak = peak_bytes(lambda: streamkl.attention_kl(*own, parallel=streamkl.Parallel("any"), **OPTIONS))
     assert 1.9 * KEYS < peak <= 2 * KEYS + SMALL
     _, peak = peak_bytes(lambda: torch.autograd.grad(loss, own[2:]))
     # Slices of dq and dk are joined in the end: both are there twice.
@@ -95,7 +95,7 @@ def test_two_slices_of_keys_and_of_their_gradients(alone):
 def test_a_ring_holds_two_shards_of_keys_and_three_of_their_gradients(in_a_ring):
     own, shard = make_shards(), LENGTH * HEADS * DIM * 4
     small = 2**21 + 2 * HEADS * LENGTH * 20 + 64 * LENGTH  # workspace; row states, two of them while they merge; bounds
-    loss, peak = peak_bytes(lambda: streamkl.attention_kl(*own, **OPTIONS, cp_comm="ring"))
+    loss, peak = peak_bytes(lambda: streamkl.attention_kl(*own, parallel=streamkl.Parallel("any", comm="ring"), **OPTIONS))
     assert 3.9 * shard < peak <= 4 * shard + small  # keys of both models
     _, peak = peak_bytes(lambda: torch.autograd.grad(loss, own[2:]))
     assert 8.9 * shard < peak <= (4 + 3 + 2) * shard + small  # keys, dk; dq, and that of the last shard

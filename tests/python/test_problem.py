@@ -2,7 +2,9 @@
 
 import ctypes
 import dataclasses
+import inspect
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from cases import make_tensors
 import streamkl
 from streamkl import _library as lib
 from streamkl import _call, _ops
+from streamkl._options import DECLARED, RULES, AttentionOptions, CarriedOptions, IndexerOptions, MapOptions, texts_of, translate
 from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, DW_S, Options, Problem, SklOptions, SklProblem
 
 HEADER = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
@@ -85,8 +88,67 @@ def test_problem_of_a_call():
     streamkl.attention_kl(*tensors, layout="bhnd")
     specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
     options = Options(heads_first=True, gradients=15)
-    problem = _call.plan_for(*specs, *[None] * 12, *options).problem
+    problem = _call.plan_for(tuple(specs), options).problem
     assert (problem.batch, problem.len_q, problem.len_k) == (2, 19, 23)
     assert (problem.heads_t, problem.heads_s, problem.key_heads_t, problem.key_heads_s) == (4, 2, 2, 1)
     assert (problem.dim_t, problem.dim_s, problem.dtype_t, problem.packed) == (8, 5, 2, False)
     assert problem.row_shape(problem.heads_s) == (2, 2, 19)
+
+
+# ---- Options -------------------------------------------------------------------------------------------------------
+
+FUNCTIONS = {
+    AttentionOptions: streamkl.attention_kl,
+    IndexerOptions: streamkl.indexer_kl,
+    MapOptions: streamkl.attention_map,
+    CarriedOptions: streamkl.attention,
+}
+
+
+def test_every_declaration_has_a_function():
+    assert set(FUNCTIONS) == set(DECLARED)
+
+
+@pytest.mark.parametrize("options", FUNCTIONS)
+def test_a_declared_option_is_in_signature_documentation_and_rules(options):
+    function, declared = FUNCTIONS[options], DECLARED[options]
+    parameters = inspect.signature(function).parameters
+    paragraphs = re.findall(r"^ +(\w+): ", function.__doc__, re.MULTILINE)
+    for name, (_, default) in declared.items():
+        assert parameters[name].default == default, name
+        assert paragraphs.count(name) == 1, name
+    assert set(texts_of(options)) == set(declared)
+    tensors_and_groups = {name for name, (hint, _) in declared.items() if "Tensor" in str(hint) or "Parallel" in str(hint)}
+    assert set(RULES[options]) == set(declared) - tensors_and_groups
+
+
+@pytest.mark.parametrize("options", FUNCTIONS)
+def test_defaults_written_in_a_function_are_those_of_its_declaration(options):
+    source = inspect.getsource(inspect.unwrap(FUNCTIONS[options]))
+    for name, (_, default) in DECLARED[options].items():
+        written = re.search(rf"^    {name}: .* = (.*),$", source, re.MULTILINE)
+        assert written is None or written[1] == repr(default).replace("'", '"'), name
+
+
+def test_every_field_of_the_problem_that_a_caller_chooses_has_an_option():
+    """An option changes a field of its operators, or is one of the loss; a field that no option changes is a forgotten one."""
+    samples = {bool: [True, False], float: [2.0], float | None: [0.25], int | None: [7], tuple[int, int]: [(3, 4)]}
+    changed, of_loss = set(), set()
+    for options in AttentionOptions, IndexerOptions:
+        for name, (hint, _) in DECLARED[options].items():
+            if name not in RULES[options]:
+                continue
+            found = set()
+            for value in samples.get(hint) or typing.get_args(hint):
+                _, made = translate(options, 0, {name: value})
+                found |= {field for field in Options._fields if getattr(made, field) != getattr(Options(), field)}
+            changed |= found
+            of_loss |= set() if found else {name}
+    assert changed == set(Options._fields) - {"gradients", "grad_f32"}
+    assert of_loss == {"reduction", "check_lse", "lse_t_wider"}
+
+
+@pytest.mark.parametrize("function", [streamkl.attention_kl, streamkl.attention_map, streamkl.reference.attention_kl])
+def test_an_unknown_option_is_a_type_error(function):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'relu'"):
+        function(*(tensor.detach() for tensor in make_tensors()), relu=True)

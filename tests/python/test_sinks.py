@@ -75,8 +75,9 @@ def test_compiles_into_one_graph():
 REFUSED = {
     "sink_s is missing: a sink is an outcome of both distributions": dict(sink_t=torch.zeros(2)),
     "sink_t is missing": dict(sink_s=torch.zeros(2)),
-    "sink_s: shape [3] must be [2], one per head": dict(sink_t=torch.zeros(2), sink_s=torch.zeros(3)),
-    "sink_t: must be a tensor of floating-point numbers": dict(sink_t=0.0, sink_s=torch.zeros(2)),
+    "sink_s: shape [3] must be [2]": dict(sink_t=torch.zeros(2), sink_s=torch.zeros(3)),
+    "sink_t: float must be a torch.Tensor": dict(sink_t=0.0, sink_s=torch.zeros(2)),
+    "sink_t: must be a tensor of floating-point numbers": dict(sink_t=torch.zeros(2).int(), sink_s=torch.zeros(2)),
 }
 
 

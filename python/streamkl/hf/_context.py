@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+
+from .._options import Parallel, ShardLayout
 
 _EXPERIMENTAL = "torch.distributed.tensor.experimental"
 _CONTEXT_PARALLEL = f"{_EXPERIMENTAL}._context_parallel._attention"
@@ -21,7 +23,7 @@ class Region:
     """An active region. Without a mesh, its group is not known."""
 
     mesh: Any
-    layout: str
+    layout: ShardLayout
 
 
 def active_region() -> Region | None:
@@ -36,23 +38,24 @@ def active_region() -> Region | None:
     return Region(None, _layout(module))  # a region of modules, which keep their mesh to themselves
 
 
-def _layout(module: Any) -> str:
+def _layout(module: Any) -> ShardLayout:
     return "zigzag" if module._cp_options.enable_load_balance else "contiguous"
 
 
-def options_of(region: Region | None, cp_group: Any, cp_layout: str | None, cp_grads: str) -> dict[str, Any]:
-    """Options of attention_kl for a student that ran in `region`; {} if it holds whole sequences.
+def parallel_of(region: Region | None, asked: Parallel) -> Parallel | None:
+    """The groups of attention_kl for a student that ran in `region`; None if it holds whole sequences.
 
     Raises:
         RuntimeError: the student's sequences are split, and over which ranks is not known.
     """
-    if cp_group is None and region is None:
-        return {}
-    if cp_group is None and region is not None and region.mesh is None:
+    group, layout = asked.context_group, asked.layout
+    if group is None and region is None:
+        return None
+    if group is None and region is not None and region.mesh is None:
         raise RuntimeError(
             "AttentionDistiller: the student ran in a context-parallel region whose mesh is not known, and the KL of its shards "
-            "would not be that of its sequences: pass cp_group"
+            "would not be that of its sequences: pass parallel=streamkl.Parallel(context_group=...)"
         )
-    group = cp_group if cp_group is not None or region is None else region.mesh
-    layout = cp_layout or ("zigzag" if region is None else region.layout)
-    return dict(cp_group=group, cp_layout=layout, cp_grads=cp_grads)
+    if region is not None:
+        group, layout = region.mesh if group is None else group, layout or region.layout
+    return replace(asked, context_group=group, layout=layout, gradients=asked.gradients or "mean")

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 
 from .._carried import Slot
-from .._options import CpGrads, CpLayout, Direction, check_flags
+from .._options import Direction, Parallel, check_flags
 from . import _maps as maps
 from ._capture import Capture
-from ._context import active_region, options_of
+from ._context import active_region, parallel_of
 from ._inputs import check_same_input, run_teacher
 from ._layers import Kind, Layer
 from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
@@ -70,12 +70,10 @@ class AttentionDistiller:
             must have sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional
             distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
-        cp_group: context parallelism: the process group, or mesh of one dimension, over which the sequences of both
-            models are split. Default: that of torch's ``context_parallel`` region in which the student runs, which
-            accelerate's ``maybe_context_parallel`` opens, too. LSEs of the models are not used then.
-        cp_layout: ``"zigzag"`` or ``"contiguous"``; default: that of the region, else zigzag.
-        cp_grads: ``"mean"``: gradients of weights are averaged over ``cp_group``, as DDP and FSDP do; ``"sum"``:
-            they are added.
+        parallel: context parallelism: a :class:`streamkl.Parallel` with the ``context_group`` over which the sequences
+            of both models are split. Default: that of torch's ``context_parallel`` region in which the student runs,
+            which accelerate's ``maybe_context_parallel`` opens, too. LSEs of the models are not used then. The
+            default of its ``gradients`` is ``"mean"``, as DDP and FSDP average them.
     """
 
     def __init__(
@@ -96,9 +94,7 @@ class AttentionDistiller:
         fused_values: bool = True,
         sinks: Sinks = "both",
         check_input: bool = True,
-        cp_group: Any = None,
-        cp_layout: CpLayout | None = None,
-        cp_grads: CpGrads = "mean",
+        parallel: Parallel | None = None,
     ) -> None:
         needs_values = "vv" in relations
         self.teacher = Capture(teacher, "teacher", needs_values)
@@ -125,7 +121,9 @@ class AttentionDistiller:
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
-        self.cp_group, self.cp_layout, self.cp_grads = cp_group, cp_layout, cp_grads
+        if parallel is not None and (parallel.tensor_group is not None or parallel.loss_group is not None):
+            raise ValueError("parallel: a distiller takes context_group alone, no tensor_group and no loss_group")
+        self._asked_parallel = parallel or Parallel()
         self._depth = 0
         self._last: dict[int, list[torch.Tensor | Slot]] = {}
 
@@ -237,11 +235,13 @@ class AttentionDistiller:
             run_teacher(self.teacher, self.student)
         elif self.check_input:
             check_same_input(self.teacher, self.student)
-        if self.cp_group is None and not self.teacher.root.region == self.student.root.region == active_region():
+        has_group = self._asked_parallel.context_group is not None
+        if not has_group and not self.teacher.root.region == self.student.root.region == active_region():
             raise RuntimeError(
-                "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass cp_group"
+                "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass "
+                "parallel=streamkl.Parallel(context_group=...)"
             )
-        self.teacher.is_split = self.student.is_split = bool(self.parallel())
+        self.teacher.is_split = self.student.is_split = self.parallel() is not None
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
         chosen = self.layer_map if self.layer_map is not None else maps.default_layers(layers_t, layers_s)
         maps.check_layers(chosen, len(layers_t), len(layers_s))
@@ -258,9 +258,9 @@ class AttentionDistiller:
             for j in many
         }
 
-    def parallel(self) -> dict[str, Any]:
-        """Options of attention_kl, if the student ran on shards of its sequences."""
-        return options_of(self.student.root.region, self.cp_group, self.cp_layout, self.cp_grads)
+    def parallel(self) -> Parallel | None:
+        """The groups of attention_kl, if the student ran on shards of its sequences."""
+        return parallel_of(self.student.root.region, self._asked_parallel)
 
     def _layers(self, capture: Capture) -> list[Layer]:
         layers = [layer for layer in capture.layers if layer.kind == self.attention]

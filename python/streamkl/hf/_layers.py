@@ -173,6 +173,8 @@ def _verify(call: Call, visible: Visible, padding: torch.Tensor | None) -> None:
     if call.probe is None or call.value is None:
         return
     rows, output = call.probe
+    if output.dtype not in _TOLERANCE:
+        raise Refused(f"computes in {output.dtype}: must be torch.float32, torch.float16 or torch.bfloat16, as after model.float()")
     q, v = call.query[:, :, rows], call.value.float()
     v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else call.scale

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from .._options import Direction
+from .._options import Direction, Parallel
 from .._attention_kl import attention_kl
 from .._carried import CarriedKL, term_of
 from . import _maps as maps
@@ -79,14 +79,14 @@ class Pair:
 
     def loss(
         self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
-        cache: RowCache, parallel: dict[str, Any],
+        cache: RowCache, parallel: Parallel | None,
     ) -> torch.Tensor:  # fmt: skip
-        """The mean KL of the relations; `parallel` are options of attention_kl."""
+        """The mean KL of the relations."""
         losses = []
         for relation in relations:
             tensors, options, rows = self.arguments(cache, relation, temperature)
             if parallel:
-                options = {**self._of_shards(options, rows), **parallel}
+                options = {**self._of_shards(options, rows), "parallel": parallel}
             weight = None if row_weight is None else self._fitting(row_weight)
             mean, factor = rows.mean(weight, heads=tensors[2].shape[-3])
             options |= mean

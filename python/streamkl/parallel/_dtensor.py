@@ -7,10 +7,13 @@ The operators return lists, for which torch.distributed.tensor.experimental.regi
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any, Callable
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from .._options import Parallel
 
 _TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices")
 _KEYS = ("k_t", "k_s")
@@ -31,7 +34,7 @@ def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
         if given.get(name) is not None:
             given[name] = _local(name, given[name], splits, heads)
     groups = [mesh.get_group(dim) for dim, split in enumerate(splits) if split != "all"]
-    bound.arguments["loss_group"] = groups or None
+    given["parallel"] = replace(given["parallel"] or Parallel(), loss_group=groups) if groups else given["parallel"]
     answer = function(*bound.args, **bound.kwargs)
 
     row_split = [{"batch": Shard(0), "heads": Shard(1), "all": Replicate()}[split] for split in splits]
@@ -60,8 +63,8 @@ def _check_types(given: dict[str, Any]) -> None:
     for name in "cu_seqlens_q", "cu_seqlens_k":
         if given.get(name) is not None:
             raise ValueError(f"{name}: packed sequences have no batch to shard: pass local tensors")
-    if given["loss_group"] is not None:
-        raise ValueError("loss_group: DTensors bring their own groups")
+    if given["parallel"] is not None and given["parallel"].loss_group is not None:
+        raise ValueError("parallel.loss_group: DTensors bring their own groups")
 
 
 def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
@@ -77,7 +80,7 @@ def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
     given_text = ", ".join(f"{name} {placement}" for name, placement in by_name.items())
     raise ValueError(
         f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the "
-        "sequence pass local tensors and cp_group"
+        "sequence pass local tensors and parallel.context_group"
     )
 
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from .. import _library as lib
-from .._call import TENSOR_COUNT, row_names
+from .._call import row_names
 from .._checks import rounds_later
-from .._ops import per_tensor
+from .._ops import TENSOR_COUNT, per_tensor
 from .._problem import DK_S, DK_T
 from ._groups import all_gather, reduce_scatter
 from ._layout import Layout, inverse_of

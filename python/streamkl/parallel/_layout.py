@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
-from .._options import CpLayout
-
-LAYOUTS = ("zigzag", "contiguous")
+from .._options import ShardLayout
 
 
 @dataclass(frozen=True)
 class Layout:
     """The shards of `world` ranks. `length` is that of a shard: a number, or a tensor with one length per element."""
 
-    name: CpLayout
+    name: ShardLayout
     world: int
 
     @property
@@ -75,7 +73,7 @@ def check_lengths(layout: Layout, name: str, length: int, cu_seqlens: torch.Tens
     for each in lengths:
         if each % 2:
             raise ValueError(
-                f"{name}: a shard of {each} tokens: cp_layout='zigzag' needs two chunks of equal length; pad the sequence"
+                f"{name}: a shard of {each} tokens: parallel.layout='zigzag' needs two chunks of equal length; pad the sequence"
             )
 
 

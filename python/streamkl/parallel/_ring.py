@@ -40,7 +40,7 @@ class Ring:
         shards = Shards(self.layout, self.rank, tensors, rest)
         if rows & ~_OF_STATES:
             names = ", ".join(row_names(rows & ~_OF_STATES))
-            raise ValueError(f"cp_comm='ring': row states do not give {names}; use cp_comm='allgather'")
+            raise ValueError(f"parallel.comm='ring': row states do not give {names}; use comm='allgather'")
         if rows & ~_LSES == 0:
             return self._lses(shards, lse_t, rows)
         if lse_t is None and _needs_lse_t(shards):

@@ -9,37 +9,33 @@ import torch.distributed as dist
 
 from .. import _library as lib
 from .._call import specs_of
-from .._checks import describe
+from .._checks import TENSORS, describe
+from .._mean import nonzero
 from .._ops import Operators, rows_needed_by
+from .._options import Parallel
 from .._problem import DK_T, DQ_T, DSINK_S, DSINK_T, KL_REVERSE
 from ._gather import AllGather
 from ._groups import SumOverRanks, agree, group_of
-from ._layout import LAYOUTS, Layout, check_lengths
+from ._layout import Layout, check_lengths
 from ._ring import Ring
-from ._shards import Shards
 from ._teacher import TeacherShards
 
 _COMMS = {"allgather": AllGather, "ring": Ring}
 
 
 class Groups:
-    """The process groups of a call, of which at least one is given."""
+    """The process groups of a call."""
 
-    def __init__(
-        self, cp_group: Any, cp_layout: str, cp_comm: str, cp_grads: str, tp_group: Any, loss_group: Any
-    ) -> None:
-        for name, value, accepted in (
-            ("cp_layout", cp_layout, LAYOUTS), ("cp_comm", cp_comm, tuple(_COMMS)), ("cp_grads", cp_grads, ("sum", "mean")),
-        ):  # fmt: skip
-            if value not in accepted:
-                raise ValueError(f"{name}={value!r}: must be {' or '.join(map(repr, accepted))}")
-        self.cp: Any = None if cp_group is None else group_of("cp_group", cp_group)
-        self.tp: Any = None if tp_group is None else group_of("tp_group", tp_group)
+    def __init__(self, parallel: Parallel) -> None:
+        if not isinstance(parallel, Parallel):
+            raise ValueError(f"parallel={parallel!r}: must be a streamkl.Parallel")
+        cp, tp, loss = parallel.context_group, parallel.tensor_group, parallel.loss_group
+        self.cp: Any = None if cp is None else group_of("parallel.context_group", cp)
+        self.tp: Any = None if tp is None else group_of("parallel.tensor_group", tp)
         world = 1 if self.cp is None else dist.get_world_size(self.cp)
-        self.layout, self.comm, self.grads = Layout(cp_layout, world), cp_comm, cp_grads  # type: ignore[arg-type]
-        self.rank = dist.get_rank(self.cp) if self.is_split else 0
-        given = loss_group if isinstance(loss_group, (list, tuple)) else [] if loss_group is None else [loss_group]
-        self.loss: list[Any] = [group_of("loss_group", group) for group in given]
+        self.layout, self.comm, self.grads = Layout(parallel.layout or "zigzag", world), parallel.comm, parallel.gradients
+        given = loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]
+        self.loss: list[Any] = [group_of("parallel.loss_group", group) for group in given]
         if self.is_split:
             self.loss.append(self.cp)
 
@@ -59,11 +55,9 @@ class Groups:
         `rows` are lse_t, lse_s and row_weight; `asked` are further options that decide what is exchanged. A rank that finds
         a fault takes part in the agreements of all its groups before it raises an error: the others would wait for it.
         """
-        names = (
-            "q_t", "k_t", "q_s", "k_s", "w_s", "sink_t", "sink_s", "indices", "lse_t", "lse_s", "row_weight", *lengths._fields,
-        )  # fmt: skip
+        names = (*TENSORS, "lse_t", "lse_s", "row_weight", *lengths._fields)
         given = dict(zip(names, map(_fact, (*tensors, *rows, *lengths))))
-        facts = {**given, "options": {**options._asdict(), **asked, "cp_layout": self.layout.name, "cp_comm": self.comm}}
+        facts = {**given, **options._asdict(), **asked, "parallel.layout": self.layout.name, "parallel.comm": self.comm}
         is_spread = self.tp is not None and dist.get_world_size(self.tp) > 1
         fault = _fault_of(self._check, tensors, rows, lengths, options)
         for group in [self.cp] * self.is_split + [self.tp] * is_spread:
@@ -74,32 +68,23 @@ class Groups:
         return TeacherShards(self.tp, operators) if is_spread else operators
 
     def _check(self, tensors: tuple, rows: tuple, lengths, options) -> None:
-        lse_t, lse_s, row_weight = rows
-        describe(*specs_of(tensors, lse_t, lse_s, row_weight, lengths, options))
+        given = dict(zip(TENSORS, tensors)) | dict(zip(("lse_t", "lse_s", "grad_kl"), rows)) | lengths._asdict()
+        describe(specs_of(**given), options)
         if self.is_split:
             length = -2 if options.heads_first else -3
             check_lengths(self.layout, "queries", tensors[0].shape[length], lengths.cu_seqlens_q)
             check_lengths(self.layout, "keys", tensors[1].shape[length], lengths.cu_seqlens_k)
         if self.tp is not None and options.direction == KL_REVERSE:
-            raise ValueError("tp_group: direction must be 'forward', which is linear in the teacher's probabilities")
+            raise ValueError("parallel.tensor_group: direction must be 'forward', which is linear in the teacher's probabilities")
         if self.tp is not None and options.gradients & (DQ_T | DK_T | DSINK_T):
-            raise ValueError("tp_group: the teacher must not require gradients: detach q_t and k_t")
+            raise ValueError("parallel.tensor_group: the teacher must not require gradients: detach q_t and k_t")
         q_t, _, q_s, _, w_s, *_ = tensors
         if self.is_split and self.comm == "ring" and rows_needed_by(lib.BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T:
-            raise ValueError("cp_comm='ring': gradients of a teacher with teacher groups need cp_comm='allgather'")
+            raise ValueError("parallel.comm='ring': gradients of a teacher with teacher groups need comm='allgather'")
         if self.is_split and self.comm == "ring" and options.gradients & (DSINK_T | DSINK_S):
-            raise ValueError("cp_comm='ring': gradients of sinks need cp_comm='allgather'")
+            raise ValueError("parallel.comm='ring': gradients of sinks need comm='allgather'")
 
     # ---- The loss --------------------------------------------------------------------------------------------------------
-
-    def reduced_over_rows(self, loss, reduction, tensors: tuple, row_weight, lengths, options) -> torch.Tensor:
-        """The loss of all ranks: the sum, or the mean over rows that attend to a key by their masks."""
-        if reduction == "sum":
-            return self.reduced(loss, None)
-        begin, end = Shards(self.layout, self.rank, tensors, (*lengths, *options)).bounds
-        attending = (end > begin).unsqueeze(-2)  # [batch, 1, len_q], packed [1, total_q]
-        heads_s = tensors[2].shape[-3 if options.heads_first else -2]
-        return self.reduced(loss, attending.sum() * heads_s if row_weight is None else (row_weight * attending).sum())
 
     def reduced(self, loss: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         """The loss of all ranks from their sums: a sum, or a mean over rows of total weight `total`."""
@@ -107,7 +92,7 @@ class Groups:
         for group in self.loss:
             factor = self.layout.world if group is self.cp and self.grads == "mean" else 1
             loss, count = SumOverRanks.apply(loss, count, group, factor)
-        return loss if total is None else loss / torch.where(count == 0, 1.0, count)
+        return loss if total is None else loss / nonzero(count)
 
 
 def _fault_of(function, *arguments) -> Exception | None:

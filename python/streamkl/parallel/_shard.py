@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._options import CpLayout
+from .._options import ShardLayout
 from ._groups import all_gather, group_of
 from ._layout import Layout, gather_order, inverse_of
 
 
 def shard(
-    tensor: torch.Tensor, group: Any, dim: int = 1, *, layout: CpLayout = "zigzag", cu_seqlens: torch.Tensor | None = None
+    tensor: torch.Tensor, group: Any, dim: int = 1, *, layout: ShardLayout = "zigzag", cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The part of a tensor that this rank of a context-parallel group holds.
 
@@ -23,7 +23,7 @@ def shard(
         tensor: a whole tensor, equal on every rank.
         group: process group, or mesh of one dimension.
         dim: the dimension of the tokens. Its length must be a multiple of the size of the group; zigzag: of twice that.
-        layout: as ``cp_layout`` of :func:`streamkl.attention_kl`.
+        layout: as in :class:`streamkl.Parallel`.
         cu_seqlens: of the whole, for packed sequences: each is cut, so that the shard has ``cu_seqlens // size``.
     """
     group = group_of("group", group)
@@ -43,7 +43,7 @@ def shard(
 
 
 def unshard(
-    tensor: torch.Tensor, group: Any, dim: int = 1, *, layout: CpLayout = "zigzag", cu_seqlens: torch.Tensor | None = None
+    tensor: torch.Tensor, group: Any, dim: int = 1, *, layout: ShardLayout = "zigzag", cu_seqlens: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The whole tensor from its shards, on every rank: the inverse of :func:`shard`. No gradient flows.
 

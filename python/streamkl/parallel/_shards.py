@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 
-from .._call import TENSOR_COUNT
+from .._ops import LENGTH_COUNT, TENSOR_COUNT
 from .._options import Lengths
 from .._problem import Options
 from ._layout import Layout, gather_order
-
-LENGTHS = len(Lengths._fields)
 
 
 def split_arguments(arguments: tuple, own: int) -> tuple[tuple, tuple, tuple]:
@@ -26,7 +24,7 @@ class Shards:
 
     def __init__(self, layout: Layout, rank: int, tensors: tuple, lengths_and_options: tuple) -> None:
         self.layout, self.rank, self.tensors = layout, rank, tensors
-        self.lengths, self.asked = Lengths(*lengths_and_options[:LENGTHS]), Options(*lengths_and_options[LENGTHS:])
+        self.lengths, self.asked = Lengths(*lengths_and_options[:LENGTH_COUNT]), Options(*lengths_and_options[LENGTH_COUNT:])
         self.heads_dim, self.length_dim = (-3, -2) if self.asked.heads_first else (-2, -3)
 
     @property
