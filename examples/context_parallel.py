@@ -24,7 +24,11 @@ class Attention(torch.nn.Module):
 
     def __init__(self, features, heads, dim):
         super().__init__()
-        self.heads, self.query, self.key = heads, torch.nn.Linear(features, heads * dim), torch.nn.Linear(features, heads * dim)
+        self.heads, self.query, self.key = (
+            heads,
+            torch.nn.Linear(features, heads * dim),
+            torch.nn.Linear(features, heads * dim),
+        )
 
     def forward(self, tokens):
         return self.query(tokens).unflatten(-1, (self.heads, -1)), self.key(tokens).unflatten(-1, (self.heads, -1))
@@ -39,7 +43,9 @@ def make_tokens(length, features):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=32768, help="tokens of the sequence; a multiple of twice the processes")
+    parser.add_argument(
+        "--length", type=int, default=32768, help="tokens of the sequence; a multiple of twice the processes"
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--comm", choices=["allgather", "ring"], default="allgather")
     arguments = parser.parse_args()

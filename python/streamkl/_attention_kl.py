@@ -121,7 +121,9 @@ def attention_kl(
         mean = is_mean and not reduces, everywhere
         (loss,) = OnePass.apply(*tensors, (operators, None, lse_t, lse_s, row_weight, 0, *mean, lengths, options))
     else:
-        rows = lib.KL | (BOTH_LSES if return_lse or sink_t is not None else lib.LSE_S if is_mean and not everywhere else 0)
+        rows = lib.KL | (
+            BOTH_LSES if return_lse or sink_t is not None else lib.LSE_S if is_mean and not everywhere else 0
+        )
         if gradients:
             made = Forward.apply(*tensors, (operators, None, lse_t, rows, lengths, options))
         else:
@@ -132,7 +134,9 @@ def attention_kl(
         if reduction != "none":
             total = total_weight(kl, lse_s, row_weight, lengths) if is_mean and not reduces else 1
             loss = divided(loss, total)
-    if is_lse_check_on(check_lse, *given_lses) and not (groups and groups.is_split):  # the operator has checked all shapes
+    if is_lse_check_on(check_lse, *given_lses) and not (
+        groups and groups.is_split
+    ):  # the operator has checked all shapes
         check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)
     if groups is not None and reduces and reduction != "none":
         loss = groups.reduced(loss, total_weight(loss, lse_s, row_weight, lengths) if is_mean else None)
@@ -145,7 +149,9 @@ def attention_kl(
 def _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s) -> int:
     if not torch.is_grad_enabled():
         return 0
-    gradients = q_t.requires_grad * DQ_T + k_t.requires_grad * DK_T + q_s.requires_grad * DQ_S + k_s.requires_grad * DK_S
+    gradients = (
+        q_t.requires_grad * DQ_T + k_t.requires_grad * DK_T + q_s.requires_grad * DQ_S + k_s.requires_grad * DK_S
+    )
     if sink_t is not None and sink_s is not None:
         gradients += sink_t.requires_grad * DSINK_T + sink_s.requires_grad * DSINK_S
     return gradients

@@ -53,7 +53,8 @@ def plan_for(specs: tuple, options: tuple, one_pass: bool = False) -> lib.Plan:
 
 # Names of the row vectors of a bit mask: a table, because every call looks them up.
 _ROW_NAMES = tuple(
-    tuple(name for bit, name in enumerate(lib.ROW_NAMES) if rows >> bit & 1) for rows in range(1 << len(lib.ROW_NAMES))
+    tuple(name for bit, name in enumerate(lib.ROW_NAMES) if rows >> bit & 1)
+    for rows in range(1 << len(lib.ROW_NAMES))
 )
 
 
@@ -94,13 +95,16 @@ class Call:
         copied = {name for name, each in tensors.items() if given[name][4] or _needs_copy(name, each)}
         self.copied = [place for place, name in enumerate(INPUTS) if name in copied]
         strides = {
-            name: _strides(name, each.contiguous() if name in copied else each, problem) for name, each in tensors.items()
+            name: _strides(name, each.contiguous() if name in copied else each, problem)
+            for name, each in tensors.items()
         }
         separate = {name: strides.pop(name) for name in _SEPARATE if name in strides}
         self.inputs = lib.Template(lib.pack_inputs, strides)
 
         made = new_rows(tensors["q_t"], rows, problem)
-        self.rows = lib.Template(lib.pack_rows, {n: _strides(n, each, problem) for n, each in zip(row_names(rows), made)})
+        self.rows = lib.Template(
+            lib.pack_rows, {n: _strides(n, each, problem) for n, each in zip(row_names(rows), made)}
+        )
         self.row_count = len(made)
         if op in (lib.BACKWARD, lib.FORWARD_BACKWARD, lib.ATTENTION_BACKWARD):
             made += new_gradients(tensors, problem)
@@ -154,7 +158,8 @@ _FIRST_VALUE = INPUTS.index("v_s")
 def prepare(op: int, rows: int, given: tuple, options: tuple) -> tuple[Call, tuple]:
     """The call of an operation on the tensors `given`, in the order of INPUTS, and these tensors as it reads them."""
     inputs = [
-        None if each is None else (each.shape, each.dtype, each.device, each.stride(), each.is_neg()) for each in given
+        None if each is None else (each.shape, each.dtype, each.device, each.stride(), each.is_neg())
+        for each in given
     ]
     call = prepared(op, rows, options, *inputs)
     if call.copied:
@@ -165,7 +170,9 @@ def prepare(op: int, rows: int, given: tuple, options: tuple) -> tuple[Call, tup
 
 
 # torch.cuda.current_stream also makes a Stream object.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (lambda n: torch.cuda.current_stream(n).cuda_stream)
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+    lambda n: torch.cuda.current_stream(n).cuda_stream
+)
 
 
 def stream_of(device: torch.device) -> int | None:

@@ -34,7 +34,9 @@ class Term:
     lengths: Lengths
     options: Any  # Options
     with_value: bool = True  # the backward computes the KL of each row
-    packs_batch: bool = False  # lengths are those of packed sequences, in which the rows of the batch follow each other
+    packs_batch: bool = (
+        False  # lengths are those of packed sequences, in which the rows of the batch follow each other
+    )
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, length, ...] as [heads, batch * length, ...]."""
@@ -128,7 +130,9 @@ class Carried(torch.autograd.Function):
         q, k, v, output, lse = ctx.saved_tensors
         slot, term = ctx.slot, ctx.slot.term
         if slot.is_done:
-            raise RuntimeError("streamkl.attention: the backward runs once and frees the teacher: no retain_graph=True")
+            raise RuntimeError(
+                "streamkl.attention: the backward runs once and frees the teacher: no retain_graph=True"
+            )
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is None or scale is None:
@@ -280,6 +284,8 @@ def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[torch.Tensor, 
     """The weights of a term, f32."""
     is_tensor = isinstance(kl_weight, torch.Tensor)
     if kl_weight.numel() != 1 or kl_weight.requires_grad if is_tensor else not isinstance(kl_weight, (float, int)):
-        raise ValueError("kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows")
+        raise ValueError(
+            "kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows"
+        )
     weight = torch.as_tensor(kl_weight, dtype=torch.float32, device=q.device).reshape(())
     return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options)

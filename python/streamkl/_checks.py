@@ -46,8 +46,12 @@ def _check_type(name: str, dtype: torch.dtype) -> None:
 def _check_side(q_name: str, q: Spec, k_name: str, k: Spec, packed: bool, heads_first: bool) -> None:
     """Rules about the queries and keys of one model."""
     ndim = 3 if packed else 4
-    shapes = {(False, False): "[batch, length, heads, dim]", (False, True): "[batch, heads, length, dim]",
-              (True, False): "[total, heads, dim]", (True, True): "[heads, total, dim]"}  # fmt: skip
+    shapes = {
+        (False, False): "[batch, length, heads, dim]",
+        (False, True): "[batch, heads, length, dim]",
+        (True, False): "[total, heads, dim]",
+        (True, True): "[heads, total, dim]",
+    }
     expected = shapes[packed, heads_first] + (" with cu_seqlens" if packed else "")
     for name, (shape, dtype, _) in (q_name, q), (k_name, k):
         _require(len(shape) == ndim, f"{name}: shape {_shape_text(shape)} must be {expected}")
@@ -123,7 +127,8 @@ def _check_heads(size: _Sizes, heads_s: int, q_t: Spec, student_name: str, stude
     sides = ("q_t", size.heads_t, "k_t", size.key_heads_t), (student_name, heads_s, "k_s", size.key_heads_s)
     for name, heads, key_name, key_heads in sides:
         _require(
-            heads % key_heads == 0, f"{name} has {heads} heads: must be a multiple of the {key_heads} heads of {key_name}"
+            heads % key_heads == 0,
+            f"{name} has {heads} heads: must be a multiple of the {key_heads} heads of {key_name}",
         )
 
 
@@ -155,7 +160,9 @@ def _check_others(given: Any, size: _Sizes, heads_s: int, packed: bool, sequence
     for name, (shape, dtype) in expected.items():
         spec = getattr(given, name)
         if spec is not None:
-            _require(tuple(spec[0]) == tuple(shape), f"{name}: shape {_shape_text(spec[0])} must be {_shape_text(shape)}")
+            _require(
+                tuple(spec[0]) == tuple(shape), f"{name}: shape {_shape_text(spec[0])} must be {_shape_text(shape)}"
+            )
             _require(spec[1] == dtype, f"{name}: dtype {spec[1]} must be {dtype}")
 
 
@@ -185,7 +192,8 @@ def _check_device(given: Any) -> torch.device:
     device = given.q_t[2]
     for name, spec in vars(given).items():
         _require(
-            spec is None or spec[2] == device, f"q_t is on {device} and {name} on {spec and spec[2]}: must be one device"
+            spec is None or spec[2] == device,
+            f"q_t is on {device} and {name} on {spec and spec[2]}: must be one device",
         )
     _require(device.type in ("cpu", "cuda"), f"q_t is on {device}: must be on a CPU or a CUDA device")
     return device
@@ -274,8 +282,12 @@ def _check_row_vectors(name: str, given: Spec, size: _Sizes, packed: bool, heads
     """Rules about the weights and indices of an indexer. indexer_kl has added a missing heads dimension before."""
     last = {"w_s": "index heads", "indices": "top_k"}[name]
     rows = "total" if packed else "batch, length"
-    with_heads = {(False, False): f"batch, length, heads_s, {last}", (False, True): f"batch, heads_s, length, {last}",
-                  (True, False): f"total, heads_s, {last}", (True, True): f"heads_s, total, {last}"}  # fmt: skip
+    with_heads = {
+        (False, False): f"batch, length, heads_s, {last}",
+        (False, True): f"batch, heads_s, length, {last}",
+        (True, False): f"total, heads_s, {last}",
+        (True, True): f"heads_s, total, {last}",
+    }
     _require(
         len(given[0]) == (3 if packed else 4),
         f"{name}: shape {_shape_text(given[0])} must be [{rows}, {last}] or [{with_heads[packed, heads_first]}]",

@@ -46,9 +46,15 @@ def _explain(function, tensors, gpu, options) -> str:
 
 
 def explain(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, *, gpu: str | None = None,
-    return_lse: bool = False, **options: Unpack[AttentionOptions],
-) -> str:  # fmt: skip
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    *,
+    gpu: str | None = None,
+    return_lse: bool = False,
+    **options: Unpack[AttentionOptions],
+) -> str:
     """The launches of :func:`streamkl.attention_kl` with the same arguments, and of its backward if gradients are required.
 
     Nothing is computed. The choice of a kernel depends on shapes, types, masks, strides and addresses: pass the tensors of
@@ -74,8 +80,16 @@ def explain(
 
 
 def explain_indexer(
-    q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, w_s: torch.Tensor,
-    indices: torch.Tensor | None = None, *, gpu: str | None = None, return_rows: bool = False, **options: Unpack[IndexerOptions],
-) -> str:  # fmt: skip
+    q_t: torch.Tensor,
+    k_t: torch.Tensor,
+    q_s: torch.Tensor,
+    k_s: torch.Tensor,
+    w_s: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
+    gpu: str | None = None,
+    return_rows: bool = False,
+    **options: Unpack[IndexerOptions],
+) -> str:
     """The launches of :func:`streamkl.indexer_kl` with the same arguments: see :func:`streamkl.explain`."""
     return _explain(indexer_kl, (q_t, k_t, q_s, k_s, w_s, indices), gpu, {**options, "return_rows": return_rows})

@@ -66,7 +66,9 @@ def pack_rows(
     return _ROWS.pack(_ROWS.size, *kl, *lse_t, *lse_s, *dot_t, *cross_entropy, *entropy, *mass)
 
 
-def pack_gradients(dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSENT, dsink_t=ABSENT, dsink_s=ABSENT) -> bytes:
+def pack_gradients(
+    dq_t=ABSENT, dk_t=ABSENT, dq_s=ABSENT, dk_s=ABSENT, dw_s=ABSENT, dsink_t=ABSENT, dsink_s=ABSENT
+) -> bytes:
     """skl_gradients. The gradient of a sink is contiguous: only its address counts."""
     return _GRADIENTS.pack(_GRADIENTS.size, *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, dsink_t[0], dsink_s[0])
 
@@ -115,7 +117,10 @@ _SIGNATURES = {
     "skl_build_info": (ctypes.c_char_p, []),
     "skl_cpu_features": (ctypes.c_char_p, []),
     "skl_kernel_at": (ctypes.c_int, [ctypes.c_int32, ctypes.POINTER(_KernelInfo)]),
-    "skl_plan_create": (ctypes.c_int, [ctypes.POINTER(_POINTER), ctypes.POINTER(SklProblem), ctypes.POINTER(SklOptions)]),
+    "skl_plan_create": (
+        ctypes.c_int,
+        [ctypes.POINTER(_POINTER), ctypes.POINTER(SklProblem), ctypes.POINTER(SklOptions)],
+    ),
     "skl_plan_destroy": (None, [_POINTER]),
     "skl_plan_workspace_size": (_SIZE, [_POINTER, ctypes.c_int]),
     "skl_plan_kernel": (ctypes.c_char_p, [_POINTER]),

@@ -44,7 +44,9 @@ class Operator:
     """A torch operator on tensors, arguments of its `own`, lengths and options."""
 
     def __init__(self, name: str, op: int, own: str, tensors: str = _TENSORS, result: str = "Tensor[]") -> None:
-        torch.library.define(f"streamkl::{name}", f"({tensors}, {own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> {result}", tags=TAGS)
+        torch.library.define(
+            f"streamkl::{name}", f"({tensors}, {own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> {result}", tags=TAGS
+        )
         self.overload, self.op = getattr(torch.ops.streamkl, name).default, op
         names = [argument.name for argument in self.overload._schema.arguments]
         self.pick = itemgetter(*(names.index(each) if each in names else -1 for each in INPUTS))
@@ -181,9 +183,7 @@ class Forward(torch.autograd.Function):
         *tensors, indices, lse_t, lse_s, kl, dot_t = saved[: TENSOR_COUNT + 4]
         lengths = saved[TENSOR_COUNT + 4 :]
         with torch.no_grad():
-            made = ctx.operators.backward(
-                *tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options
-            )
+            made = ctx.operators.backward(*tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options)
         if torch.is_grad_enabled():  # create_graph=True
             made = _OnceDifferentiable.apply(_function_name(tensors[4]), len(made), *made, *tensors)
         return *per_tensor(made, ctx.options.gradients, None), None
@@ -205,8 +205,20 @@ class OnePass(torch.autograd.Function):
         operators, indices, lse_t, lse_s, row_weight, rows, is_mean, everywhere, lengths, options = fixed
         needed = rows_needed_by(lib.FORWARD_BACKWARD, q_t, q_s, w_s, options) & lib.DOT_T
         made = operators.forward_backward(
-            q_t, k_t, q_s, k_s, w_s, sink_t, sink_s, indices, lse_t, lse_s, row_weight, rows | needed | lib.KL,
-            *lengths, *options,
+            q_t,
+            k_t,
+            q_s,
+            k_s,
+            w_s,
+            sink_t,
+            sink_s,
+            indices,
+            lse_t,
+            lse_s,
+            row_weight,
+            rows | needed | lib.KL,
+            *lengths,
+            *options,
         )
         names = row_names(rows | needed | lib.KL)
         kl = made[0]
@@ -214,7 +226,11 @@ class OnePass(torch.autograd.Function):
         loss = divided(weighted(kl, row_weight), total)
         is_number = not isinstance(total, torch.Tensor)
         ctx.save_for_backward(None if is_number else nonzero(total), *made[len(names) :])
-        ctx.gradients, ctx.total, ctx.function = options.gradients, max(total, 1) if is_number else 1, _function_name(w_s)
+        ctx.gradients, ctx.total, ctx.function = (
+            options.gradients,
+            max(total, 1) if is_number else 1,
+            _function_name(w_s),
+        )
         tensors = (q_t, k_t, q_s, k_s, w_s, sink_t, sink_s)
         ctx.dtypes = [tensor.dtype for bit, tensor in enumerate(tensors) if options.gradients >> bit & 1]
         if rows == 0:
@@ -226,7 +242,9 @@ class OnePass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss, *_):
-        if torch.is_grad_enabled():  # create_graph=True; a second derivative would depend on tensors that are not saved
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True; a second derivative would depend on tensors that are not saved
             case = {"attention_kl": "attention_kl with both LSEs", "indexer_kl": "the sum or mean of indexer_kl"}
             raise RuntimeError(
                 f"streamkl: {case[ctx.function]} cannot be differentiated twice, nor take create_graph=True; "

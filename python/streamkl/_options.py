@@ -12,7 +12,18 @@ import numbers
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Callable, Literal, NamedTuple, TypedDict, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Callable,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch.autograd import forward_ad
@@ -230,7 +241,9 @@ def texts_of(options: Any) -> dict[str, str]:
     """{name: documentation}, without the indentation of the class. A class overrides its bases."""
     found: dict[str, str] = {}
     for declaration in (*_BASES[options], options):
-        paragraphs = re.findall(r"^(\w+): (.*?)(?=^\w+: |\Z)", inspect.cleandoc(declaration.__doc__ or ""), re.DOTALL | re.MULTILINE)
+        paragraphs = re.findall(
+            r"^(\w+): (.*?)(?=^\w+: |\Z)", inspect.cleandoc(declaration.__doc__ or ""), re.DOTALL | re.MULTILINE
+        )
         found.update({name: text.strip() for name, text in paragraphs})
     return found
 
@@ -249,9 +262,12 @@ def with_options(options: Any) -> Callable[[_Function], _Function]:
         others = [each for each in own if each.kind == keyword and each.name not in DECLARED[options]]
         required = [each for each in others if each.default is each.empty]
         declared = [
-            inspect.Parameter(name, keyword, default=default, annotation=hint) for name, (hint, default) in DECLARED[options].items()
+            inspect.Parameter(name, keyword, default=default, annotation=hint)
+            for name, (hint, default) in DECLARED[options].items()
         ]
-        signature = inspect.signature(function).replace(parameters=[*tensors, *required, *declared, *(each for each in others if each not in required)])
+        signature = inspect.signature(function).replace(
+            parameters=[*tensors, *required, *declared, *(each for each in others if each not in required)]
+        )
         text = "\n".join(f"{name}: {text}" for name, text in texts_of(options).items())
         function.__signature__ = signature  # type: ignore[attr-defined]
         _FUNCTIONS[options] = function.__name__
@@ -368,7 +384,9 @@ def translate(declared: Any, gradients: int, options: dict[str, Any]) -> tuple[L
         lengths = Lengths(*[_as_int32(name, options.get(name)) for name in Lengths._fields])
         options = {name: value for name, value in options.items() if name not in _LENGTH_NAMES}
     if "window_size" in options:
-        _check_pair("window_size", options["window_size"])  # here, because the cache does not compare types inside a tuple
+        _check_pair(
+            "window_size", options["window_size"]
+        )  # here, because the cache does not compare types inside a tuple
     fixed = declared, gradients, torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         return lengths, _options.__wrapped__(*fixed, **options)
@@ -426,10 +444,14 @@ def check_tensors(function: str, *, optional: dict[str, Any], **tensors: Any) ->
         return
     for name, given in (*tensors.items(), *optional.items()):
         if not isinstance(given, torch.Tensor) and not (given is None and name in optional):
-            raise ValueError(f"{name}: {type(given).__name__} must be a torch.Tensor, such as torch.as_tensor({name})")
+            raise ValueError(
+                f"{name}: {type(given).__name__} must be a torch.Tensor, such as torch.as_tensor({name})"
+            )
     if are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors.values())):
         case = "torch.func transforms (jvp, grad, vmap, hessian)"
-    elif forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()):
+    elif forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(each).tangent is not None for each in tensors.values()
+    ):
         case = "forward-mode differentiation"
     else:
         return

@@ -96,7 +96,9 @@ def _options_tuple() -> Any:
 # traces the code that makes it: every release of torch can trace a namedtuple.
 Options = _options_tuple()
 
-FLOAT_OPTIONS = tuple(option.name for option in _OPTION_FIELDS if option.metadata["schema"] == "float")  # 0.0 by default
+FLOAT_OPTIONS = tuple(
+    option.name for option in _OPTION_FIELDS if option.metadata["schema"] == "float"
+)  # 0.0 by default
 
 # The options in the schema of an operator.
 OPTIONS_SCHEMA = ", ".join(f"{option.metadata['schema']} {option.name}" for option in _OPTION_FIELDS)

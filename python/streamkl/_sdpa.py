@@ -40,7 +40,9 @@ def sdpa_with_lse(query, key, value, mask=None, dropout=0.0, causal=False, scale
     elif query.device.type != "cuda" or mask is not None or query.shape[-1] % 8 != 0:
         return None
     elif backend == _FLASH:
-        output, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, dropout, causal, False, scale=scale)
+        output, lse, *_ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, causal, False, scale=scale
+        )
     elif backend == _EFFICIENT:
         output, lse, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, dropout, causal, scale=scale
@@ -78,7 +80,13 @@ def attend(q, k, v, lengths, options) -> tuple[torch.Tensor, torch.Tensor]:
 def _has_flash(q, lengths, options) -> bool:
     """Whether flash attention computes a call's student on a GPU: with windows and packed sequences, too."""
     bounded = lengths.key_begin is not None or lengths.key_end is not None or lengths.key_lengths is not None
-    return q.is_cuda and q.dtype != torch.float32 and not bounded and options.softcap_s == 0 and q.shape[-1] in range(8, 257, 8)
+    return (
+        q.is_cuda
+        and q.dtype != torch.float32
+        and not bounded
+        and options.softcap_s == 0
+        and q.shape[-1] in range(8, 257, 8)
+    )
 
 
 @contextmanager
@@ -101,20 +109,33 @@ def _flash(q, k, v, lengths, options, scale, packed):
     _, _, len_k = sizes(k.shape, packed, options.heads_first)
     left, right = options.window_left, 0 if options.causal else options.window_right
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *length_first, lengths.cu_seqlens_q, lengths.cu_seqlens_k,
+        *length_first,
+        lengths.cu_seqlens_q,
+        lengths.cu_seqlens_k,
         options.max_seqlen_q if options.max_seqlen_q >= 0 else len_q,
         options.max_seqlen_k if options.max_seqlen_k >= 0 else len_k,
-        0.0, options.causal, False, scale=scale, window_size_left=None if left < 0 else left,
+        0.0,
+        options.causal,
+        False,
+        scale=scale,
+        window_size_left=None if left < 0 else left,
         window_size_right=None if right < 0 else right,
-    )  # fmt: skip
+    )
     return output.transpose(-3, -2) if options.heads_first else output, lse[..., :len_q]
 
 
 def _with_matrices(q, k, v, lengths, options, scale):
     q, k, v = (tensor if options.heads_first else tensor.transpose(-3, -2) for tensor in (q, k, v))
     output, lse = reference.attention(
-        q.float(), k.float(), v.float(), causal=options.causal, window_size=(options.window_left, options.window_right),
-        softmax_scale=scale, softcap=options.softcap_s, layout="bhnd", **lengths._asdict(),
-    )  # fmt: skip
+        q.float(),
+        k.float(),
+        v.float(),
+        causal=options.causal,
+        window_size=(options.window_left, options.window_right),
+        softmax_scale=scale,
+        softcap=options.softcap_s,
+        layout="bhnd",
+        **lengths._asdict(),
+    )
     output = output.to(q.dtype)
     return output if options.heads_first else output.transpose(-3, -2), lse

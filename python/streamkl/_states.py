@@ -61,7 +61,9 @@ def _states_merge(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     _check_states(states, others)
     merged, others = states.clone(memory_format=torch.contiguous_format), others.contiguous()
     plan = _plan_of_states(merged.numel() // STATE, merged.device)
-    lib.check(lib.library().skl_states_merge(plan.handle, merged.data_ptr(), others.data_ptr(), stream_of(merged.device)))
+    lib.check(
+        lib.library().skl_states_merge(plan.handle, merged.data_ptr(), others.data_ptr(), stream_of(merged.device))
+    )
     return merged
 
 
@@ -86,7 +88,9 @@ def _states_merge_fake(states: torch.Tensor, others: torch.Tensor) -> torch.Tens
 def _plan_of_states(count: int, device: torch.device) -> lib.Plan:
     """A merge depends only on the number of rows."""
     kind, index = CUDA if device.type == "cuda" else CPU, device.index or 0
-    return lib.Plan(Problem(batch=1, len_q=count, heads_t=1, heads_s=1, dim_t=1, dim_s=1, device=kind, device_index=index))
+    return lib.Plan(
+        Problem(batch=1, len_q=count, heads_t=1, heads_s=1, dim_t=1, dim_s=1, device=kind, device_index=index)
+    )
 
 
 torch.library.define("streamkl::states_merge", "(Tensor states, Tensor others) -> Tensor", tags=TAGS)

@@ -12,7 +12,16 @@ from ._check_lse import check_teacher_lse, is_lse_check_on
 from ._mean import nonzero, total_weight, weighted
 from ._ops import Forward, OnePass, Operators
 from ._distributed import may_be_distributed
-from ._options import IndexerOptions, Parallel, Reduction, check_flags, check_tensors, to_int32, translate, with_options
+from ._options import (
+    IndexerOptions,
+    Parallel,
+    Reduction,
+    check_flags,
+    check_tensors,
+    to_int32,
+    translate,
+    with_options,
+)
 from ._problem import DK_S, DQ_S, DW_S
 from ._attention_kl import expand_weight, promote_under_autocast
 
@@ -195,7 +204,9 @@ def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, optio
             (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)
     *differentiable, indices = tensors
-    loss, *made = OnePass.apply(*differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, False, lengths, options))
+    loss, *made = OnePass.apply(
+        *differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, False, lengths, options)
+    )
     return loss, {**dict(zip(row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
 
 
@@ -210,4 +221,3 @@ def _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, optio
     else:
         made = operators.forward(*tensors, lse_t, wanted, *lengths, *options)
     return dict(zip(row_names(wanted), made))
-

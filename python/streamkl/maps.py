@@ -70,10 +70,16 @@ def attention_map(
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
     check_flags(per_head=per_head)
-    if not (isinstance(buckets, (tuple, list)) and len(buckets) == 2 and all(is_whole(count) and count >= 1 for count in buckets)):
+    if not (
+        isinstance(buckets, (tuple, list))
+        and len(buckets) == 2
+        and all(is_whole(count) and count >= 1 for count in buckets)
+    ):
         raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
     check_tensors("attention_map", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional={})
-    lengths, asked = translate(MapOptions, 0, {**options})  # also refuses options that attention_kl has and this function has not
+    lengths, asked = translate(
+        MapOptions, 0, {**options}
+    )  # also refuses options that attention_kl has and this function has not
     _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, reduction="none", return_lse=True, **options)
     cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
     lengths_and_options = Lengths(key_lengths=lengths.key_lengths), asked

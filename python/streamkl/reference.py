@@ -44,11 +44,16 @@ def logits(q, k, scale, softcap) -> torch.Tensor:
     return softcap * torch.tanh(x / softcap) if softcap else x
 
 
-def sequence_kl(q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse, sink_t=None, sink_s=None):
+def sequence_kl(
+    q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse, sink_t=None, sink_s=None
+):
     """(KL, lse_t, lse_s) of one sequence: [heads, len_q] each, from tensors [heads, length, dim]."""
     x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, scale_s, softcap_s)
     if sink_t is not None:  # one more outcome of every row that attends to a key
-        x, y = (torch.cat([z, sink.to(z.dtype)[:, None, None].expand(*z.shape[:2], 1)], -1) for z, sink in ((x, sink_t), (y, sink_s)))
+        x, y = (
+            torch.cat([z, sink.to(z.dtype)[:, None, None].expand(*z.shape[:2], 1)], -1)
+            for z, sink in ((x, sink_t), (y, sink_s))
+        )
         visible = torch.cat([visible, visible.any(-1, keepdim=True)], -1)
     rows = rows_of_logits(x, y, visible, None, reverse)
     return rows.kl, rows.lse_t, rows.lse_s
@@ -90,16 +95,24 @@ def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
     kl, entropy = row_sum(log_a.exp() * (log_a - log_b)), row_sum(-log_a.exp() * log_a)
     normaliser = normaliser + log_mass.repeat_interleave(group_size, 0)
     return Rows(
-        kl, kl + entropy, entropy, torch.where(attending_t, normaliser, -torch.inf), torch.logsumexp(y, -1),
+        kl,
+        kl + entropy,
+        entropy,
+        torch.where(attending_t, normaliser, -torch.inf),
+        torch.logsumexp(y, -1),
         torch.where(attending, log_mass.exp(), 0.0),
-    )  # fmt: skip
+    )
 
 
-def sequence_indexer_kl(q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse) -> Rows:
+def sequence_indexer_kl(
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse
+) -> Rows:
     """Row vectors of one sequence, with w_s [heads_s, len_q, G] and indices [heads_s, len_q, top_k] or None."""
     x, dots = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0, 0.0)
     dots = (dots.relu() if relu else dots).unflatten(0, (w_s.shape[0], w_s.shape[-1]))
-    y = ((q_s.shape[-1] * w_s.shape[-1]) ** -0.5 if scale_s is None else scale_s) * torch.einsum("hgij,hig->hij", dots, w_s)
+    y = ((q_s.shape[-1] * w_s.shape[-1]) ** -0.5 if scale_s is None else scale_s) * torch.einsum(
+        "hgij,hig->hij", dots, w_s
+    )
     if indices is not None and y.shape[-1]:  # nothing can be gathered if there are no keys
         gathered = indices.long().clamp(min=0)
         visible = visible.expand(y.shape).gather(-1, gathered) & (indices >= 0)
@@ -122,7 +135,12 @@ def sequences(q, k, asked):
         return
     bounds_q, bounds_k = asked.cu_seqlens_q.tolist(), asked.cu_seqlens_k.tolist()
     for q_0, q_1, k_0, k_1 in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:]):
-        yield ..., slice(q_0, q_1), slice(k_0, k_1), visible_keys(q_1 - q_0, k_1 - k_0, **bounds(slice(q_0, q_1)), **mask)
+        yield (
+            ...,
+            slice(q_0, q_1),
+            slice(k_0, k_1),
+            visible_keys(q_1 - q_0, k_1 - k_0, **bounds(slice(q_0, q_1)), **mask),
+        )
 
 
 def join(parts, packed, len_q, value=0.0) -> torch.Tensor:
@@ -156,7 +174,9 @@ def attention_kl(q_t, k_t, q_s, k_s, *, return_lse=False, **options):
     for b, q, k, visible in sequences(q_t, k_t, asked):
         parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
         rows.append(sequence_kl(*parts, visible, *logits_of, reverse, asked.sink_t, asked.sink_s))
-    kl, out_t, out_s = (join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), (0.0, -torch.inf, -torch.inf)))
+    kl, out_t, out_s = (
+        join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), (0.0, -torch.inf, -torch.inf))
+    )
     loss = reduced(kl, out_s != -torch.inf, asked.row_weight, asked.reduction)
     return (loss, out_t.detach(), out_s.detach()) if return_lse else loss
 
@@ -182,7 +202,9 @@ def indexer_kl(q_t, k_t, q_s, k_s, w_s, indices=None, *, return_rows=False, **op
     """streamkl.indexer_kl with matrices. Normalises the teacher on the visible keys, whatever lse_t covers."""
     asked = _asked(IndexerOptions, options)
     packed, heads = asked.cu_seqlens_q is not None, -3 if asked.layout == "bhnd" else -2
-    k_s, w_s, indices = (t.unsqueeze(heads) if t is not None and t.dim() == 3 - packed else t for t in (k_s, w_s, indices))
+    k_s, w_s, indices = (
+        t.unsqueeze(heads) if t is not None and t.dim() == 3 - packed else t for t in (k_s, w_s, indices)
+    )
     q_t, k_t, q_s, k_s, w_s, indices = (
         t if t is None or asked.layout == "bhnd" else t.transpose(-3, -2) for t in (q_t, k_t, q_s, k_s, w_s, indices)
     )

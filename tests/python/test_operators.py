@@ -20,7 +20,9 @@ from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, DV_S, DW
 
 STUDENT, TEACHER = DQ_S | DK_S, DQ_T | DK_T
 SINKS = DSINK_T | DSINK_S
-CU = dict(cu_seqlens_q=torch.tensor([0, 5, 19], dtype=torch.int32), cu_seqlens_k=torch.tensor([0, 9, 23], dtype=torch.int32))
+CU = dict(
+    cu_seqlens_q=torch.tensor([0, 5, 19], dtype=torch.int32), cu_seqlens_k=torch.tensor([0, 9, 23], dtype=torch.int32)
+)
 BOUNDS = dict(
     key_lengths=torch.tensor([20, 23], dtype=torch.int32),
     key_begin=torch.arange(19, dtype=torch.int32).expand(2, 19).contiguous(),
@@ -57,12 +59,24 @@ PROBLEMS = {
 }
 OPERATORS = {
     name: getattr(torch.ops.streamkl, name).default
-    for name in ("forward", "backward", "forward_backward", "attention_backward", "partial", "states_finish", "states_merge")
+    for name in (
+        "forward",
+        "backward",
+        "forward_backward",
+        "attention_backward",
+        "partial",
+        "states_finish",
+        "states_merge",
+    )
 }
 
 
 def test_every_operator_is_tested():
-    registered = {each.split("::")[1].split(".")[0] for each in torch._C._dispatch_get_all_op_names() if each.startswith("streamkl::")}
+    registered = {
+        each.split("::")[1].split(".")[0]
+        for each in torch._C._dispatch_get_all_op_names()
+        if each.startswith("streamkl::")
+    }
     assert registered == set(OPERATORS)
 
 
@@ -162,7 +176,9 @@ def may_fit(operator, name, change, dim):
     return (change == "none" and name in optional) or (name == "w_s" and change == "f16")
 
 
-@pytest.mark.parametrize("operator", [each for each in OPERATORS if each not in ("backward", "partial", "states_merge")])
+@pytest.mark.parametrize(
+    "operator", [each for each in OPERATORS if each not in ("backward", "partial", "states_merge")]
+)
 @pytest.mark.parametrize("rows", [-1, 1 << 7, 1 << 40])
 def test_row_vectors_that_do_not_exist(operator, rows):
     with pytest.raises(ValueError, match=f"rows={rows}: must be bits of kl, lse_t"):

@@ -14,7 +14,16 @@ from cases import make_tensors
 import streamkl
 from streamkl import _library as lib
 from streamkl import _call, _ops
-from streamkl._options import DECLARED, RULES, AttentionOptions, CarriedOptions, IndexerOptions, MapOptions, texts_of, translate
+from streamkl._options import (
+    DECLARED,
+    RULES,
+    AttentionOptions,
+    CarriedOptions,
+    IndexerOptions,
+    MapOptions,
+    texts_of,
+    translate,
+)
 from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, DW_S, Options, Problem, SklOptions, SklProblem
 
 HEADER = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
@@ -118,7 +127,9 @@ def test_a_declared_option_is_in_signature_documentation_and_rules(options):
         assert parameters[name].default == default, name
         assert paragraphs.count(name) == 1, name
     assert set(texts_of(options)) == set(declared)
-    tensors_and_groups = {name for name, (hint, _) in declared.items() if "Tensor" in str(hint) or "Parallel" in str(hint)}
+    tensors_and_groups = {
+        name for name, (hint, _) in declared.items() if "Tensor" in str(hint) or "Parallel" in str(hint)
+    }
     assert set(RULES[options]) == set(declared) - tensors_and_groups
 
 

@@ -93,11 +93,15 @@ def _local(name: str, tensor: DTensor, splits: list[str], heads: int) -> torch.T
     """The local shard. The gradient of what ranks share is a sum over them: of a single key head, and of sinks."""
     grad_placements = []
     for placement, split in zip(tensor.placements, splits):
-        expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[split]
+        expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[
+            split
+        ]
         if name in _SINKS:
             expected = Shard(0) if split == "heads" else Replicate()
         if name not in _TENSORS and placement != expected:
             raise ValueError(f"{name}: {placement} must be {expected}, as the tensors are split by {split}")
-        shared = placement == Replicate() and (name in _KEYS and split == "heads" or name in _SINKS and split == "batch")
+        shared = placement == Replicate() and (
+            name in _KEYS and split == "heads" or name in _SINKS and split == "batch"
+        )
         grad_placements.append(Partial() if shared else placement)
     return tensor.to_local(grad_placements=grad_placements)

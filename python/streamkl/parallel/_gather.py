@@ -89,7 +89,9 @@ class AllGather:
         lengths, gradients, made = shards.lengths_of_all_keys(), _Gradients(self.group, shards, one_pass=True), []
         row_count = len(row_names(rows))
         for part in self._slices(shards):
-            answer = streamkl.forward_backward(*part.tensors, *map(part.heads, given), rows, *lengths, *shards.options)
+            answer = streamkl.forward_backward(
+                *part.tensors, *map(part.heads, given), rows, *lengths, *shards.options
+            )
             made.append(answer[:row_count])
             gradients.add(answer[row_count:])
             del part, answer
@@ -109,7 +111,9 @@ class AllGather:
             *keys_t, keys_s = [gathering.ordered() for gathering in following]
             following = start(index + 1) if index + 1 < count else []
             read_t = keys_t[0] if reads_teacher else _unread(_cut(k_t, dim, index, count), keys_s, shards)
-            own_t, own_s, own_w, own_indices = (_cut(tensor, dim, index, count) for tensor in (q_t, q_s, w_s, indices))
+            own_t, own_s, own_w, own_indices = (
+                _cut(tensor, dim, index, count) for tensor in (q_t, q_s, w_s, indices)
+            )
             sinks = (_cut(sink, 0, index, count) for sink in (sink_t, sink_s))
             yield _Slice(index, count, (own_t, read_t, own_s, keys_s, own_w, *sinks, own_indices))
             del keys_t, keys_s, read_t

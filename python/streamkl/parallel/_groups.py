@@ -24,7 +24,9 @@ def group_of(name: str, given: Any) -> dist.ProcessGroup:
     """The process group of an argument: a ProcessGroup, or a DeviceMesh of one dimension."""
     if isinstance(given, DeviceMesh):
         if given.ndim != 1:
-            raise ValueError(f"{name}: a mesh of {given.ndim} dimensions must have one; select it by its name: mesh['cp']")
+            raise ValueError(
+                f"{name}: a mesh of {given.ndim} dimensions must have one; select it by its name: mesh['cp']"
+            )
         return given.get_group()
     if given is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"{name}: this rank is not in the group")

@@ -33,7 +33,9 @@ class Ring:
 
     def __init__(self, group: dist.ProcessGroup, layout: Layout) -> None:
         self.group, self.layout, self.rank = group, layout, dist.get_rank(group)
-        self.next, self.previous = (dist.get_global_rank(group, (self.rank + step) % layout.world) for step in (1, -1))
+        self.next, self.previous = (
+            dist.get_global_rank(group, (self.rank + step) % layout.world) for step in (1, -1)
+        )
 
     def forward(self, *arguments) -> list[torch.Tensor]:
         tensors, (lse_t, rows), rest = split_arguments(arguments, 2)
@@ -130,7 +132,10 @@ class Ring:
             if step + 1 < self.layout.world:
                 travelling.send(keys)
             here_t, here_s = map(shards.length_back, keys)
-            yield (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source)), shards.lengths_of_shard(source)
+            yield (
+                (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source)),
+                shards.lengths_of_shard(source),
+            )
             del here_t, here_s
             if step + 1 < self.layout.world:
                 keys = travelling.wait()

@@ -33,7 +33,11 @@ class Groups:
         self.cp: Any = None if cp is None else group_of("parallel.context_group", cp)
         self.tp: Any = None if tp is None else group_of("parallel.tensor_group", tp)
         world = 1 if self.cp is None else dist.get_world_size(self.cp)
-        self.layout, self.comm, self.grads = Layout(parallel.layout or "zigzag", world), parallel.comm, parallel.gradients
+        self.layout, self.comm, self.grads = (
+            Layout(parallel.layout or "zigzag", world),
+            parallel.comm,
+            parallel.gradients,
+        )
         given = loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]
         self.loss: list[Any] = [group_of("parallel.loss_group", group) for group in given]
         if self.is_split:
@@ -57,7 +61,13 @@ class Groups:
         """
         names = (*TENSORS, "lse_t", "lse_s", "row_weight", *lengths._fields)
         given = dict(zip(names, map(_fact, (*tensors, *rows, *lengths))))
-        facts = {**given, **options._asdict(), **asked, "parallel.layout": self.layout.name, "parallel.comm": self.comm}
+        facts = {
+            **given,
+            **options._asdict(),
+            **asked,
+            "parallel.layout": self.layout.name,
+            "parallel.comm": self.comm,
+        }
         is_spread = self.tp is not None and dist.get_world_size(self.tp) > 1
         fault = _fault_of(self._check, tensors, rows, lengths, options)
         for group in [self.cp] * self.is_split + [self.tp] * is_spread:
@@ -75,7 +85,9 @@ class Groups:
             check_lengths(self.layout, "queries", tensors[0].shape[length], lengths.cu_seqlens_q)
             check_lengths(self.layout, "keys", tensors[1].shape[length], lengths.cu_seqlens_k)
         if self.tp is not None and options.direction == KL_REVERSE:
-            raise ValueError("parallel.tensor_group: direction must be 'forward', which is linear in the teacher's probabilities")
+            raise ValueError(
+                "parallel.tensor_group: direction must be 'forward', which is linear in the teacher's probabilities"
+            )
         if self.tp is not None and options.gradients & (DQ_T | DK_T | DSINK_T):
             raise ValueError("parallel.tensor_group: the teacher must not require gradients: detach q_t and k_t")
         q_t, _, q_s, _, w_s, *_ = tensors
@@ -104,4 +116,6 @@ def _fault_of(function, *arguments) -> Exception | None:
 
 
 def _fact(tensor: torch.Tensor | None) -> str | None:
-    return None if tensor is None else f"{list(tensor.shape)} {tensor.dtype}{', with a gradient' * tensor.requires_grad}"
+    return (
+        None if tensor is None else f"{list(tensor.shape)} {tensor.dtype}{', with a gradient' * tensor.requires_grad}"
+    )

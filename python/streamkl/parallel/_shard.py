@@ -13,7 +13,12 @@ from ._layout import Layout, gather_order, inverse_of
 
 
 def shard(
-    tensor: torch.Tensor, group: Any, dim: int = 1, *, layout: ShardLayout = "zigzag", cu_seqlens: torch.Tensor | None = None
+    tensor: torch.Tensor,
+    group: Any,
+    dim: int = 1,
+    *,
+    layout: ShardLayout = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The part of a tensor that this rank of a context-parallel group holds.
 
@@ -43,7 +48,12 @@ def shard(
 
 
 def unshard(
-    tensor: torch.Tensor, group: Any, dim: int = 1, *, layout: ShardLayout = "zigzag", cu_seqlens: torch.Tensor | None = None
+    tensor: torch.Tensor,
+    group: Any,
+    dim: int = 1,
+    *,
+    layout: ShardLayout = "zigzag",
+    cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole tensor from its shards, on every rank: the inverse of :func:`shard`. No gradient flows.
 

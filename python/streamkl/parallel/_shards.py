@@ -24,7 +24,10 @@ class Shards:
 
     def __init__(self, layout: Layout, rank: int, tensors: tuple, lengths_and_options: tuple) -> None:
         self.layout, self.rank, self.tensors = layout, rank, tensors
-        self.lengths, self.asked = Lengths(*lengths_and_options[:LENGTH_COUNT]), Options(*lengths_and_options[LENGTH_COUNT:])
+        self.lengths, self.asked = (
+            Lengths(*lengths_and_options[:LENGTH_COUNT]),
+            Options(*lengths_and_options[LENGTH_COUNT:]),
+        )
         self.heads_dim, self.length_dim = (-3, -2) if self.asked.heads_first else (-2, -3)
 
     @property
@@ -122,4 +125,6 @@ class Shards:
         return torch.where(is_inside, before, -1).int()
 
     def _with_bounds(self, cu_seqlens_k, begin, end) -> Lengths:
-        return Lengths(self.lengths.cu_seqlens_q, cu_seqlens_k, None, begin.int().contiguous(), end.int().contiguous())
+        return Lengths(
+            self.lengths.cu_seqlens_q, cu_seqlens_k, None, begin.int().contiguous(), end.int().contiguous()
+        )

@@ -40,7 +40,9 @@ class TeacherShards:
     def _shares(self, lse_t: torch.Tensor, over_visible: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
         """c_n. The mass of the visible keys is by how much their LSE is below the given one, equally for all heads of a group."""
         group_size = lse_t.shape[-2] // kl.shape[-2]
-        lower = over_visible.unflatten(-2, (-1, group_size))[..., 0, :] - lse_t.unflatten(-2, (-1, group_size))[..., 0, :]
+        lower = (
+            over_visible.unflatten(-2, (-1, group_size))[..., 0, :] - lse_t.unflatten(-2, (-1, group_size))[..., 0, :]
+        )
         mass = torch.where(lower.isnan(), 0.0, lower).exp()  # a row without visible keys has no mass, and no gradient
         total = mass.clone()
         dist.all_reduce(total, group=self.group)
