@@ -94,7 +94,8 @@ def start_with_attention(model) -> None:
     heads 0 and 1 compare the same projection of the current token with it: they attend to tokens that came after an
     earlier copy of the current one, and predict them.
     """
-    rows, fast, dim = 40, 8, model.config.head_dim  # dimensions that RoPE hardly turns, and frequencies that it turns by
+    # `rows` dimensions that RoPE hardly turns, and `fast` frequencies that it turns by
+    rows, fast, dim = 40, 8, model.config.head_dim
     frequency = model.model.rotary_emb.inv_freq
     slow = torch.cat([torch.arange(dim // 2 - rows // 2, dim // 2), torch.arange(dim - rows // 2, dim)])
     hidden = model.config.hidden_size
