@@ -80,6 +80,12 @@ def new_gradients(tensors: dict[str, Any], problem: Problem) -> list[torch.Tenso
     return [gradient if gradient.stride(-1) == 1 else gradient.new_empty(gradient.shape) for gradient in made]
 
 
+def new_output(q_s: torch.Tensor) -> torch.Tensor:
+    """The output of an attention, in the layout of its queries."""
+    made = torch.empty_like(q_s)
+    return made if made.stride(-1) == 1 else made.new_empty(made.shape)
+
+
 # ---- The call ------------------------------------------------------------------------------------------------------
 
 
@@ -114,14 +120,20 @@ class Call:
                 of_v = {"dv_s": strides.pop("dv_s")} if "dv_s" in strides else {}
                 self.values = lib.Template(lib.pack_attention, separate | of_v)
             self.gradients = lib.Template(lib.pack_gradients, strides)
+        if op == lib.ATTENTION_FORWARD:
+            made.append(new_output(tensors["q_s"]))
+            self.values = lib.Template(lib.pack_tensor, {"tensor": separate["v_s"]})
+            self.output = lib.Template(lib.pack_tensor, {"tensor": _strides("o_s", made[-1], problem)})
         self.results = [(each.shape, each.stride(), each.dtype) for each in made]
 
     def __call__(self, given: tuple, execute) -> list[torch.Tensor]:
-        """Row vectors, then gradients."""
+        """Row vectors, then gradients or the output of an attention."""
         device, empty = self.device, torch.empty_strided  # takes half the time of torch.empty
         made = [empty(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.results]
         outputs: tuple = () if self.op == lib.BACKWARD else (self.rows.fill(made[: self.row_count]),)
-        if self.op != lib.FORWARD:
+        if self.op == lib.ATTENTION_FORWARD:
+            outputs = self.values.fill(given[_FIRST_VALUE : _FIRST_VALUE + 1]), *outputs, self.output.fill(made[-1:])
+        elif self.op != lib.FORWARD:
             outputs = *outputs, self.gradients.fill(made[self.row_count :])
         if self.op == lib.ATTENTION_BACKWARD:
             outputs = self.values.fill((*given[_FIRST_VALUE:], made[-1])), *outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Callable, Literal, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from . import _library as lib
 from ._attention_kl import expand_weight
 from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight
-from ._ops import BOTH_LSES, Operators, carries_kl
+from ._ops import BOTH_LSES, Operators, carries_kl, supports
 from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_tensors, translate, with_options
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
@@ -27,13 +28,13 @@ class Term:
 
     q_t: torch.Tensor
     k_t: torch.Tensor
-    lse_t: torch.Tensor | None  # None: computed in the backward
+    lse_t: torch.Tensor | None  # None: not known yet
     kl_weight: torch.Tensor  # f32, of one element
     row_weight: torch.Tensor | None  # f32, [batch, heads_s, len_q] or packed [heads_s, total_q]
     is_mean: bool
     lengths: Lengths
     options: Any  # Options
-    with_value: bool = True  # the backward computes the KL of each row
+    with_value: bool = True  # the KL of each row is still to be computed
     packs_batch: bool = (
         False  # lengths are those of packed sequences, in which the rows of the batch follow each other
     )
@@ -61,68 +62,64 @@ class Term:
 
 
 class Slot:
-    """What the backward of an attention reads and writes. It does not refer to the graph, which refers to it."""
+    """What the two passes of an attention read and write. It does not refer to the graph, which refers to it."""
 
-    def __init__(self, inject: bool) -> None:
+    def __init__(self, inject: bool, term: Term | None = None) -> None:
         self.inject = inject  # the weight of the KL does not depend on an upstream gradient
-        self.term: Term | None = None  # None: the backward is that of the attention alone
+        self.term = term  # None: the backward is that of the attention alone
         self.is_done = False  # the backward has run
-        self.kl: torch.Tensor | None = None  # after the backward, if the term asks for it
+        self.kl: torch.Tensor | None = None  # of each row, once it is known
         self._value: torch.Tensor | None = None
 
-    def finish(self, rows: list[torch.Tensor], weight: torch.Tensor) -> None:
-        """Keeps the KL, if it was computed, and frees the teacher."""
+    def know(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keeps the KL of each row. `weight`: the factor of each KL in the loss."""
         assert self.term is not None
-        for kl in rows:
-            weight = self.term.unpacked(weight, kl.shape[0]) if weight.dim() else weight
-            self.kl, self._value = kl, torch.where(weight == 0, 0.0, kl * weight).sum()
+        weight = self.term.unpacked(weight, kl.shape[0]) if weight.dim() else weight
+        self.kl, self._value = kl, torch.where(weight == 0, 0.0, kl * weight).sum()
+
+    def finish(self) -> None:
+        """Frees the teacher."""
         self.is_done, self.term = True, None
 
     def value(self) -> torch.Tensor:
-        """The weighted KLs, added up; NaN before the backward."""
+        """The weighted KLs, added up; NaN as long as they are not known."""
         return torch.tensor(torch.nan) if self._value is None else self._value
 
 
 class CarriedKL:
-    """The KL that an attention carries. Its value comes with the backward.
+    """The KL that an attention carries.
 
     Attributes:
-        loss: a scalar of value 0, whose gradient is that of the KL. With ``inject=False`` add it to the loss of the
-            model, and the KL has the weight that this loss has: a loss scale, or a factor of gradient accumulation.
+        loss: a scalar with the value of the KL in the loss; its value is 0 with ``kl_value=False``. With
+            ``inject=False`` add it to the loss of the model, and the KL has the weight that this loss has: a loss
+            scale, or a factor of gradient accumulation. With ``inject=True`` it is there to be read.
     """
 
     def __init__(self, loss: torch.Tensor, slot: Slot) -> None:
         self.loss, self.slot = loss, slot
 
     @property
-    def is_ready(self) -> bool:
-        """Whether the backward has run."""
-        return self.slot.is_done
-
-    @property
     def kl(self) -> torch.Tensor:
         """The KL of each row, f32 ``[batch, heads, len_q]``, packed ``[heads, total_q]``, not weighted."""
-        if not self.slot.is_done:
-            raise RuntimeError("streamkl.attention: the KL comes with the backward, which has not run")
         if self.slot.kl is None:
             raise RuntimeError("streamkl.attention: kl_value=False leaves out the KL of each row")
         return self.slot.kl
 
-    def value(self) -> torch.Tensor:
-        """The value of the KL in the loss: the weighted KLs, added up; NaN before the backward."""
-        return self.slot.value()
-
 
 class Carried(torch.autograd.Function):
-    """Runs `compute` (q, k, v) -> (output, lse or None). The backward is that of this attention and of the KL in `slot`."""
+    """Runs `compute` (q, k, v) -> (output, lse or None). The backward is that of this attention and of the KL in `slot`.
+
+    A KL that is there before the forward decides how both are computed; _forward() has the ways.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, slot: Slot, compute: Callable):
-        output, lse = compute(q, k, v)
         ctx.slot, ctx.compute = slot, compute
+        made = _Forward(*compute(q, k, v)) if slot.term is None else _forward(slot, slot.term, compute, q, k, v)
+        ctx.graph, ctx.of_kl = made.graph, made.of_kl
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, output, lse)
-        return output, q.new_zeros((), dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, made.output, made.lse)
+        return made.output, q.new_zeros((), dtype=torch.float32) if slot.kl is None else slot.value()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -135,24 +132,91 @@ class Carried(torch.autograd.Function):
             )
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        if term is None or scale is None:
-            return *_own_backward(ctx.compute, q, k, v, grad_output), None, None
-        operands, weight = _operands(term, q, k, lse, scale)
-        if carries_kl(operands):
-            *rows, dq, dk, dv = _in_one_call(operands, term, v, output, grad_output)
+        if ctx.graph is not None:
+            own = ctx.graph.gradients(grad_output)
+            made = own if scale is None else _added(own, [each * scale for each in ctx.of_kl])
+            slot.finish()
+        elif term is None or scale is None:
+            made = _Graph(ctx.compute, term, q, k, v).gradients(grad_output)
         else:
-            with fixed_order(q, term) if term.options.deterministic else nullcontext():
-                own = _own_backward(ctx.compute, q, k, v, grad_output)
-            *rows, dq, dk, dv = _apart(operands, term, own)
-        slot.finish(rows, weight)
-        return dq, dk, dv, None, None
+            operands, weight = _operands(term, q, k, lse, scale)
+            if carries_kl(operands):
+                *rows, dq, dk, dv = _in_one_call(operands, term, v, output, grad_output)
+            else:
+                own = _Graph(ctx.compute, term, q, k, v).gradients(grad_output)
+                *rows, dq, dk = _one_pass(operands, term, q.shape[0])
+                dq, dk, dv = _added(own, [dq, dk])
+            if rows and slot.kl is None:
+                slot.know(rows[0], weight)
+            slot.finish()
+            made = dq, dk, dv
+        ctx.graph = ctx.of_kl = None
+        return *made, None, None
 
 
-def _own_backward(compute, q, k, v, grad_output):
-    """Of an attention without a KL: by torch, from a second forward."""
-    with torch.enable_grad():
-        inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
-        return torch.autograd.grad(compute(*inputs)[0], inputs, grad_output)
+class _Graph:
+    """torch's attention, with the graph of its own backward."""
+
+    def __init__(self, compute, term: Term | None, q, k, v) -> None:
+        fixed = term is not None and term.options.deterministic
+        self.order = partial(fixed_order, q, term) if fixed else nullcontext
+        self.inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+        with torch.enable_grad(), self.order():
+            self.output, self.lse = compute(*self.inputs)
+
+    def gradients(self, grad_output):
+        with self.order():
+            return torch.autograd.grad(self.output, self.inputs, grad_output)
+
+
+class _Forward(NamedTuple):
+    output: torch.Tensor
+    lse: torch.Tensor | None  # of the student
+    graph: _Graph | None = None  # apart: the attention's own
+    of_kl: list[torch.Tensor] | None = None  # apart: gradients of q and k
+
+
+def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
+    """The forward of an attention whose KL is known. Three ways, the first that a device has:
+
+        the attention and the KL in one launch, and a backward that carries the gradient of the KL
+        torch's attention, a forward of the KL if its value is wanted, and the same backward
+        torch's attention with its own backward, and a one-pass call
+    """
+    plan = plan_for(specs_of(q_t=term.q_t, k_t=term.k_t, q_s=q, k_s=k, v_s=v, **term.lengths._asdict()), term.options)
+    carries = supports(plan, lib.ATTENTION_BACKWARD)
+    needs_rows = term.with_value or term.lse_t is None
+    if carries and needs_rows and supports(plan, lib.ATTENTION_FORWARD):
+        kl, lse_t, lse, output = Operators.attention_forward(
+            term.q_t, term.k_t, q, k, v, lib.KL | BOTH_LSES, *term.lengths, *term.options
+        )
+        made = _Forward(output, lse)
+    elif carries:
+        made = _Forward(*compute(q, k, v))
+        if not term.with_value:
+            return made
+        kl, lse_t, lse = Operators.forward(
+            term.q_t, term.k_t, q, k, None, None, None, None, term.lse_t, lib.KL | BOTH_LSES, *term.lengths, *term.options
+        )
+    else:
+        graph = _Graph(compute, term, q, k, v)
+        lse = None if graph.lse is None else graph.lse.detach()
+        operands, weight = _operands(term, q, k, lse, 1.0)
+        *rows, dq, dk = _one_pass(operands, term, q.shape[0])
+        if term.with_value:
+            slot.know(rows[0], weight)
+        return _Forward(graph.output.detach(), lse, graph, [dq, dk])
+    term.lse_t = lse_t if term.lse_t is None else term.lse_t
+    if term.with_value:
+        slot.know(kl, term.weights(lse))
+        term.with_value = False
+    return made
+
+
+def _added(own, of_kl):
+    """The gradients of an attention and of its KL, whose sum is rounded once."""
+    dq, dk = ((each + more).to(each.dtype) for each, more in zip(own, of_kl))
+    return dq, dk, own[2]
 
 
 class _Operands(NamedTuple):
@@ -193,15 +257,14 @@ def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
     return [term.unpacked(each, v.shape[0]) for each in made]
 
 
-def _apart(operands: _Operands, term: Term, own):
-    """The same from the attention's own gradients and a one-pass call, whose sum is rounded once."""
+def _one_pass(operands: _Operands, term: Term, batch: int):
+    """[kl, dq, dk] of the KL alone, or without the KL. Gradients are f32."""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
     made = Operators.forward_backward(
         q_t, k_t, q_s, k_s, None, None, None, None, lse_t, lse_s, weight, term.row_vectors, *lengths, *options
     )
-    *rows, dq, dk = (term.unpacked(each, own[0].shape[0]) for each in made)
-    return [*rows, (own[0] + dq).to(own[0].dtype), (own[1] + dk).to(own[1].dtype), own[2]]
+    return [term.unpacked(each, batch) for each in made]
 
 
 def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, with_value, packs_batch, **options) -> Term:
@@ -212,7 +275,7 @@ def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, with_value, pac
 
 
 @with_options(CarriedOptions)
-@torch._disable_dynamo  # the KL reaches its handle in the backward: a side effect that no graph has
+@torch._disable_dynamo  # the backward reads and frees the slot: a side effect that no graph has
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -228,11 +291,11 @@ def attention(
     row_weight: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, CarriedKL]:
-    """Attention of a student whose backward adds the gradient of its KL to a teacher.
+    """Attention of a student together with its KL to a teacher.
 
-    The forward is torch's own fused attention, ``softmax(softmax_scale <q, k>) v``. The backward computes its
-    gradients and those of ``kl_weight`` times the attention KL in one call: both need the same probabilities and
-    the same products. So the KL has no value before the backward.
+    The output is ``softmax(softmax_scale <q, k>) v``. The backward adds the gradient of ``kl_weight`` times the attention
+    KL to its own: both need the same probabilities and the same products. On Hopper one launch computes the output and
+    the KL, and one launch all gradients. Where no such kernel is, the attention is torch's own.
 
     Args:
         q: queries, ``[batch, len_q, heads, dim]``; float32, float16 or bfloat16.
@@ -243,17 +306,16 @@ def attention(
         kl_weight: factor of the KL in the loss: a number, or a tensor with one element.
         inject: ``True``: the gradient of the KL counts with ``kl_weight``, whatever the loss is. A loss scale
             belongs in ``kl_weight``: ``scaler.scale(torch.tensor(0.1, device=q.device))``. ``False``:
-            ``handle.loss``, a scalar of value 0, is part of your loss, and its upstream gradient multiplies
-            ``kl_weight``.
-        kl_value: the backward computes ``handle.kl``. On a GPU this takes a forward pass; without it there is only
-            the gradient.
+            ``handle.loss`` is part of your loss, and its upstream gradient multiplies ``kl_weight``.
+        kl_value: compute ``handle.kl`` and the value of ``handle.loss``. Without it there is only the gradient, which
+            takes less time if ``lse_t`` is given.
         {options}
 
     Windows and lengths make the forward store the matrix of probabilities off a GPU, with f32, and with heads of more than
     256 dimensions.
 
     Returns:
-        ``(out, handle)``: the output, of the shape of ``q``, and a handle with ``handle.kl`` after the backward.
+        ``(out, handle)``: the output, of the shape of ``q``, and a handle with ``handle.loss`` and ``handle.kl``.
 
     Raises:
         ValueError: an argument does not fit.
@@ -265,9 +327,9 @@ def attention(
     lengths, options = translate(CarriedOptions, GRADIENTS, {"reduction": reduction, **options})
     check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
     weights = _weights(q, kl_weight, row_weight, lengths, options)
-    slot = Slot(inject)
     lse_t = None if lse_t is None else lse_t.detach()
-    slot.term = Term(q_t.detach(), k_t.detach(), lse_t, *weights, reduction == "mean", lengths, options, kl_value)
+    teacher = q_t.detach(), k_t.detach(), lse_t
+    slot = Slot(inject, Term(*teacher, *weights, reduction == "mean", lengths, options, kl_value))
     out, loss = Carried.apply(q, k, v, slot, lambda q, k, v: attend(q, k, v, lengths, options))
     return out, CarriedKL(loss, slot)
 

@@ -17,7 +17,7 @@ from ._problem import (
     ATTENTION, CUDA, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
 )  # fmt: skip
 
-FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD = range(5)  # skl_op
+FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD, ATTENTION_FORWARD = OPS = range(6)  # skl_op
 
 # Row vectors: the members of skl_rows, bit by bit. The first four are the bits of skl_problem_needs.
 ROW_NAMES = ("kl", "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy", "mass")
@@ -78,6 +78,11 @@ def pack_attention(v_s, o_s, do_s, dv_s=ABSENT) -> bytes:
     return _ATTENTION.pack(_ATTENTION.size, *v_s, *o_s, *do_s, *dv_s)
 
 
+def pack_tensor(tensor) -> bytes:
+    """skl_input or skl_output."""
+    return struct.pack("@" + _TENSOR, *tensor)
+
+
 class Template:
     """A struct of tensors of fixed strides, packed by one of the functions above at every call.
 
@@ -131,6 +136,7 @@ _SIGNATURES = {
     "skl_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_forward_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_attention_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
+    "skl_attention_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_partial": (
         ctypes.c_int,
         [_POINTER, _BYTES, ctypes.c_int64, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER],
@@ -157,9 +163,9 @@ def library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=None)
 def run_function(op: int):
-    """skl_forward, skl_backward, skl_forward_backward, skl_partial or skl_attention_backward."""
-    names = "skl_forward", "skl_backward", "skl_forward_backward", "skl_partial", "skl_attention_backward"
-    return getattr(library(), names[op])
+    """The C function of an operation."""
+    names = "forward", "backward", "forward_backward", "partial", "attention_backward", "attention_forward"
+    return getattr(library(), "skl_" + names[op])
 
 
 def check(status: int) -> None:
@@ -186,7 +192,7 @@ class Plan:
             c_options.device, c_options.device_index, c_options.gpu = CUDA, 0, gpu.encode()
         check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(c_problem), ctypes.byref(c_options)))
         self.handle, self.problem = handle, problem
-        self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in range(5))
+        self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in OPS)
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
 

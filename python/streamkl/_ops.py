@@ -3,6 +3,7 @@
     streamkl::forward            row vectors: KL, LSEs, ...
     streamkl::backward           gradients, from the row vectors of a forward
     streamkl::forward_backward   one pass: row vectors and gradients, when both LSEs are known
+    streamkl::attention_forward  row vectors and the output of the student's attention
     streamkl::attention_backward KL and gradients of the student's attention, which include those of its KL
 
 w_s is given if the student is an indexer, indices if that is sparse. Tensors and gradients have the layout of the call;
@@ -20,7 +21,9 @@ from typing import Any, Callable
 import torch
 
 from . import _library as lib
-from ._call import describe_while_tracing, execute, new_gradients, new_rows, plan_for, prepare, row_names, specs_of
+from ._call import (
+    describe_while_tracing, execute, new_gradients, new_output, new_rows, plan_for, prepare, row_names, specs_of,
+)  # fmt: skip
 from ._checks import INPUTS, TENSORS
 from ._mean import divided, nonzero, total_weight, weighted
 from ._options import Lengths, are_transforms_active
@@ -74,6 +77,8 @@ class Operator:
         rows, given, options = self.given(arguments)
         problem = describe_while_tracing(given, options, self.op == lib.FORWARD_BACKWARD)
         made = [] if self.op == lib.BACKWARD else new_rows(given[0], rows, problem)
+        if self.op == lib.ATTENTION_FORWARD:
+            return [*made, new_output(given[INPUTS.index("q_s")])]
         return made if self.op == lib.FORWARD else made + new_gradients(dict(zip(INPUTS, given)), problem)
 
     def __call__(self, *arguments):
@@ -91,6 +96,12 @@ class Operators:
     forward_backward = Operator(
         "forward_backward", lib.FORWARD_BACKWARD, "Tensor lse_t, Tensor lse_s, Tensor? grad_kl, int rows"
     )
+    attention_forward = Operator(
+        "attention_forward",
+        lib.ATTENTION_FORWARD,
+        "Tensor v_s, int rows",
+        tensors="Tensor q_t, Tensor k_t, Tensor q_s, Tensor k_s",
+    )
     attention_backward = Operator(
         "attention_backward",
         lib.ATTENTION_BACKWARD,
@@ -104,12 +115,12 @@ def carries_kl(operands) -> bool:
     if operands.q_t.device.type == "cpu":
         return True
     tensors = {name: getattr(operands, name) for name in ("q_t", "k_t", "q_s", "k_s", "lse_t", "lse_s", "grad_kl")}
-    return _has_carrying_kernel(plan_for(specs_of(**tensors, **operands.lengths._asdict()), operands.options))
+    return supports(plan_for(specs_of(**tensors, **operands.lengths._asdict()), operands.options), lib.ATTENTION_BACKWARD)
 
 
 @lru_cache(maxsize=4096)
-def _has_carrying_kernel(plan: lib.Plan) -> bool:
-    return plan.supports(lib.ATTENTION_BACKWARD)
+def supports(plan: lib.Plan, op: int) -> bool:
+    return plan.supports(op)
 
 
 def per_tensor(made, gradients: int, absent):

@@ -65,7 +65,7 @@ class Call:
         loss = reference.attention_kl(*teacher, q, k, **self.kl_options)
         kl = reference.attention_kl(*teacher, q, k, **{**self.kl_options, "reduction": "none", "row_weight": None})
         (out_weight * (out * self.upstream).sum() + kl_weight * loss).backward()
-        return out, kl, [q.grad, k.grad, v.grad]
+        return out, kl, [q.grad, k.grad, v.grad], loss
 
     def tolerance(self):
         return {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 8e-3}[self.q.dtype]
@@ -84,13 +84,14 @@ def assert_gradients(call, expected, factor=1.0):
 
 def check_against_the_reference(kl_weight=3000.0, **case):
     call = Call(**case)
-    expected_out, expected_kl, expected = call.reference(kl_weight)
+    expected_out, expected_kl, expected, expected_loss = call.reference(kl_weight)
     out, handle = call.attention(kl_weight=kl_weight)
-    assert not handle.is_ready and handle.loss.item() == 0
+    tolerance = 1e-5 if case.get("device", "cpu") == "cpu" else 1e-3
+    assert handle.kl.dtype == torch.float32
+    assert_near(handle.kl, expected_kl.detach(), tolerance)
+    assert_near(handle.loss.detach(), kl_weight * expected_loss.detach(), tolerance)
     assert_near(out.detach(), expected_out.detach(), call.tolerance())
     (out * call.upstream).sum().backward()
     assert_gradients(call, expected)
-    assert handle.is_ready and handle.kl.dtype == torch.float32
-    assert_near(handle.kl, expected_kl.detach(), 1e-5 if case.get("device", "cpu") == "cpu" else 1e-3)
     plain = Call(**case).reference(kl_weight=0.0)[2]  # the KL matters in what was compared
     assert (expected[0] - plain[0]).norm() > 10 * call.tolerance() * expected[0].norm()
