@@ -262,7 +262,7 @@ static void test_tma_addresses_what_the_driver_encodes(void **state)
 static void leave_no_shared_memory(skl_plan *plan)
 {
     skl_cuda_plan *const of_cuda = plan->of_backend;
-    of_cuda->device.smem_per_sm = 0;
+    of_cuda->target.device.smem_per_sm = 0;
     for (int op = 0; op < SKL_OP_COUNT; op++)
         of_cuda->usual[op].keys = -1; /* no call asks for this */
 }

@@ -187,13 +187,12 @@ static void fail_plan(const checked_plan *checked, const skl_cuda_request *reque
     for (int n = 0; n < launches->count; n++)
         print_error("%s: %s, %s: %zu bytes at %zu\n", launches->at[n].step, launches->at[n].kernel,
                     launches->at[n].variant, launches->at[n].workspace_size, launches->at[n].workspace_at);
-    fail_msg(
-        "%s on %s, kernel %s: %s: %s\n  rows=%u gradients=%u lse_given=%d key_lengths=%d deterministic=%d, copied=%x "
-        "addressed=%x paired=%x summed=%x\n  the plan has %zu bytes, the launches have %zu",
-        checked->test_case->name, checked->gpu, checked->kernel != NULL ? checked->kernel : "not named",
-        op_names[request->op], what, request->rows, request->gradients, request->lse_given, request->key_lengths,
-        request->deterministic, layout->copied, layout->addressed, layout->paired, layout->summed,
-        skl_plan_workspace_size(checked->plan, request->op), launches->workspace_size);
+    fail_msg("%s on %s, kernel %s: %s: %s\n  rows=%u gradients=%u lse_given=%d key_lengths=%d aligned=%x tma=%x\n  "
+             "  the plan has %zu bytes, the launches have %zu",
+             checked->test_case->name, checked->gpu, checked->kernel != NULL ? checked->kernel : "not named",
+             op_names[request->op], what, request->rows, request->gradients, request->lse_given, request->key_lengths,
+             layout->aligned, layout->tma, skl_plan_workspace_size(checked->plan, request->op),
+             launches->workspace_size);
 }
 
 /* LSEs of a teacher group that are results of no caller. */
@@ -228,19 +227,20 @@ static const char *part_mistake(const part *parts, int count, size_t workspace_s
 
 /* Each launch has a launcher, a kernel that runs on the device, and no sum in any order if that is excluded. Returns
  * the first mistake; NULL: none. */
-static const char *launch_mistake(const skl_cuda_launches *launches, const skl_cuda_request *request, int capability)
+static const char *launch_mistake(const skl_cuda_launches *launches, const skl_cuda_target *target)
 {
     for (int n = 0; n < launches->count; n++) {
         const skl_cuda_launch *const launch = &launches->at[n];
         const skl_cuda_kernel *kernel = NULL;
         bool runs = false;
         for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
-            runs = runs || (strcmp(kernel->name, launch->kernel) == 0 && skl_cuda_runs_on(kernel, capability));
+            runs = runs ||
+                   (strcmp(kernel->name, launch->kernel) == 0 && skl_cuda_runs_on(kernel, target->device.capability));
         if (launch->launcher == NULL)
             return "a launch has no launcher";
         if (!runs)
             return "a launch has a kernel that does not run on this GPU";
-        if (launch->sums_dk && request->deterministic)
+        if (launch->sums_dk && target->deterministic)
             return "a deterministic call adds up dk in any order";
         if (launch->num_splits < 1)
             return "a launch has no split";
@@ -280,12 +280,12 @@ static void check_request(checked_plan *checked, const skl_cuda_request *request
 {
     static skl_cuda_launches launches, normal_launches;
     const skl_plan *const plan = checked->plan;
-    const skl_cuda_plan *const of_cuda = plan->of_backend;
+    const skl_cuda_target *const target = &((const skl_cuda_plan *)plan->of_backend)->target;
     part parts[SKL_LAUNCHES_MAX + 1];
-    skl_cuda_select(&plan->problem, request, layout, &of_cuda->device, &launches);
+    skl_cuda_select(&plan->problem, target, request, layout, &launches);
     checked->selections++;
     const skl_cuda_request normal = skl_cuda_normal_request(&plan->problem, *request);
-    skl_cuda_select(&plan->problem, &normal, layout, &of_cuda->device, &normal_launches);
+    skl_cuda_select(&plan->problem, target, &normal, layout, &normal_launches);
     if (!launches_equal(&launches, &normal_launches))
         fail_plan(checked, request, layout, &launches, "the normal request has other launches");
     if (launches.refusal != NULL) {
@@ -298,7 +298,7 @@ static void check_request(checked_plan *checked, const skl_cuda_request *request
         parts[n] = (part){launches.at[n].workspace_at, launches.at[n].workspace_at + launches.at[n].workspace_size,
                           launches.at[n].keeps_workspace != 0};
     parts[launches.count] = lse_part(&plan->problem, request, &launches);
-    const char *mistake = launch_mistake(&launches, request, of_cuda->device.capability);
+    const char *mistake = launch_mistake(&launches, target);
     if (mistake == NULL)
         mistake = part_mistake(parts, launches.count + 1, launches.workspace_size);
     const bool after_rows =
@@ -320,16 +320,17 @@ static int layout_count(const skl_problem *p)
 static skl_cuda_layout layout_at(int n)
 {
     skl_cuda_layout layout = skl_cuda_aligned;
+    const uint32_t inputs = SKL_TENSOR_INPUTS;
     if (n == 1)
-        layout.addressed = 0;
+        layout.tma = ~inputs;
     if (n == 2)
-        layout.addressed = ~(uint32_t)(SKL_TENSOR_Q_T | SKL_TENSOR_K_T);
+        layout.tma = ~(uint32_t)(SKL_TENSOR_Q_T | SKL_TENSOR_K_T);
     if (n == 3)
-        layout.copied = layout.addressed = 0;
+        layout.aligned = layout.tma = ~inputs;
     if (n == 4)
-        layout.paired = 0;
+        layout.aligned = inputs;
     if (n == 5)
-        layout.summed = 0;
+        layout.tma = inputs;
     return layout;
 }
 
@@ -385,7 +386,6 @@ static bool has_gradients(skl_op op)
 static void check_op(checked_plan *checked, skl_op op)
 {
     const skl_problem *const p = &checked->plan->problem;
-    const skl_cuda_plan *const of_cuda = checked->plan->of_backend;
     const int gradient_count = has_gradients(op) ? (int)COUNT_OF(gradient_sets) : 1;
     for (int n = 0; n < rows_of[op].count * gradient_count * 4 * layout_count(p); n++) {
         const int set = n / rows_of[op].count % gradient_count, rest = n / rows_of[op].count / gradient_count;
@@ -400,10 +400,7 @@ static void check_op(checked_plan *checked, skl_op op)
                                           .gradients = has_gradients(op) ? gradients : 0,
                                           .lse_given = rest % 2,
                                           .key_lengths = rest / 2 % 2 && !p->packed,
-                                          .deterministic = of_cuda->deterministic,
-                                          .named = of_cuda->named,
-                                          .keys = op == SKL_OP_PARTIAL && rest % 2 ? p->len_k / 16 : p->len_k,
-                                          .kernel = of_cuda->kernel};
+                                          .keys = op == SKL_OP_PARTIAL && rest % 2 ? p->len_k / 16 : p->len_k};
         check_request(checked, &request, &layout);
     }
 }

@@ -3,8 +3,6 @@
  * Kernels of sm90 run on Hopper alone: a build for other GPUs leaves them out (cmake/cuda.cmake). */
 #include "cuda/kernels.h"
 
-#include "base/problem.h"
-
 #ifndef SKL_WITHOUT_SM90
 #define HOPPER_KERNELS(X)                                                                                            \
     X(sm90_bf16_64)                                                                                                  \
@@ -56,40 +54,31 @@ HOPPER_F32_KERNELS(DECLARE)
 #define GENERAL(...)                                                                                                 \
     {                                                                                                                \
         .name = "cuda_general", .detail = "any type, size and stride: f32 arithmetic without tensor cores",          \
-        .capability = SKL_CAPABILITY_sm80, .capability_end = SKL_CAPABILITY_END_sm80, .softcap = true,               \
-        .reverse = true, .both_sides = true, __VA_ARGS__                                                             \
+        .capability = SKL_CAPABILITY_sm80, .capability_end = SKL_CAPABILITY_END_sm80, .general = true,               \
+        .softcap = true, .reverse = true, __VA_ARGS__                                                                \
     }
 
-/* Attention last: it is the row that the list shows. */
-static const skl_cuda_kernel general[] = {GENERAL(.does = SKL_DOES_DENSE, .forward = skl_cuda_general_dense_rows,
-                                                  .gradients = skl_cuda_general_dense_gradients),
-                                          GENERAL(.does = SKL_DOES_SPARSE, .forward = skl_cuda_general_sparse_rows,
-                                                  .gradients = skl_cuda_general_sparse_gradients),
-                                          GENERAL(.does = SKL_DOES_ATTENTION | SKL_DOES_GROUPS,
-                                                  .forward = skl_cuda_general_forward, .dq = skl_cuda_general_dq,
-                                                  .dk = skl_cuda_general_dk)};
+static const skl_cuda_kernel general_dense = GENERAL(.does = SKL_DOES_DENSE, .forward = skl_cuda_general_dense_rows,
+                                                     .gradients = skl_cuda_general_dense_gradients);
+static const skl_cuda_kernel general_sparse =
+    GENERAL(.does = SKL_DOES_SPARSE, .forward = skl_cuda_general_sparse_rows,
+            .gradients = skl_cuda_general_sparse_gradients);
+const skl_cuda_kernel skl_cuda_general =
+    GENERAL(.does = SKL_DOES_ATTENTION | SKL_DOES_GROUPS | SKL_DOES_TEACHER, .forward = skl_cuda_general_forward,
+            .dq = skl_cuda_general_dq, .dk = skl_cuda_general_dk);
 
 #define ADDRESS(name) &skl_cuda_##name,
 static const skl_cuda_kernel *const kernels[] = {
-    HOPPER_KERNELS(ADDRESS) SHARED_KERNELS(ADDRESS) HOPPER_F32_KERNELS(ADDRESS) & general[0], &general[1],
-    &general[2]};
-
-enum { KERNEL_COUNT = sizeof kernels / sizeof kernels[0] };
-
-const skl_cuda_kernel *const skl_cuda_general = &general[2];
-
-const skl_cuda_kernel *skl_cuda_general_for(const skl_problem *p)
-{
-    return !skl_is_indexer(p) ? &general[2] : p->top_k > 0 ? &general[1] : &general[0];
-}
+    HOPPER_KERNELS(ADDRESS) SHARED_KERNELS(ADDRESS) HOPPER_F32_KERNELS(ADDRESS) & general_dense, &general_sparse,
+    &skl_cuda_general};
 
 const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index)
 {
-    return index < KERNEL_COUNT ? kernels[index] : NULL;
+    return (size_t)index < sizeof kernels / sizeof kernels[0] ? kernels[index] : NULL;
 }
 
 bool skl_cuda_has_plans(const skl_cuda_kernel *kernel)
 {
-    const bool is_other_row_of_general = kernel->dim_max == 0 && kernel != skl_cuda_general;
+    const bool is_other_row_of_general = kernel->general && kernel != &skl_cuda_general;
     return (kernel->does & (SKL_DOES_CARRIED | SKL_DOES_JOINT)) == 0 && !is_other_row_of_general;
 }

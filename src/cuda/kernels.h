@@ -23,7 +23,10 @@ enum {
     SKL_DOES_DENSE = 4,     /* an indexer over all keys */
     SKL_DOES_SPARSE = 8,    /* an indexer over lists of keys */
     SKL_DOES_CARRIED = 16,  /* the student's attention with the KL; other kernels of the plan do the rest */
-    SKL_DOES_JOINT = 32     /* the gradients of both sides in one launch; other kernels of the plan do the rest */
+    SKL_DOES_JOINT = 32,    /* the gradients of both sides in one launch; other kernels of the plan do the rest */
+    SKL_DOES_TEACHER = 64,  /* teacher groups: gradients of the teacher, too */
+    SKL_DOES_DK = 128,      /* dk alone, in a fixed order: the row has the launcher `dk` */
+    SKL_DOES_ORDERED = 256  /* all sums in a fixed order: the row has no launcher `fused` */
 };
 
 /* A row of the kernel list: what a kernel supports. Selection reads the list from the top and takes the first row
@@ -31,16 +34,18 @@ enum {
 typedef struct skl_cuda_kernel {
     const char *name, *detail;
     int capability, capability_end; /* lowest compute capability, and the first beyond the highest */
-    skl_dtype dtype;                /* type of q and k; f32 stands for two-term rows of any type */
-    uint32_t does;                  /* SKL_DOES_* */
-    int64_t dim_max;                /* largest head size; indexers: of the student. 0: any size and type */
+    bool tma;                       /* loads tensors by TMA */
+    bool two_terms;                 /* multiplies two-term rows, made of f32, mixed types and odd head sizes */
+    bool general;                   /* any type, size and stride, without tensor cores */
+    skl_dtype dtype;                /* type of q and k, without two_terms */
+    uint32_t does;                  /* SKL_DOES_*, up to SKL_DOES_TEACHER */
+    int64_t dim_max;                /* largest head size; indexers: of the student */
     int64_t small_dim_max;          /* attention: largest size of the smaller head */
     int64_t fused_dim_max;          /* attention: largest head size of the gradients of `fused` */
     int64_t group_max;              /* teacher groups: most heads of a group; 0: no limit */
     int64_t index_heads_max;        /* indexers: most index heads of a student head; 0: no limit */
     bool softcap;                   /* either side may have a softcap */
     bool reverse;                   /* KL(S || P), too */
-    bool both_sides;                /* teacher groups: gradients of the teacher, too */
     skl_cuda_launcher forward;      /* row results */
     skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order */
     skl_cuda_launcher dq, dk;       /* dq and dk in separate launches, in a fixed order */
@@ -50,9 +55,8 @@ typedef struct skl_cuda_kernel {
 /* The kernel list, best first; NULL past its end. */
 const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index);
 
-/* The last rows of the list, which do every problem without tensor cores: attention, dense and sparse indexers. */
-extern const skl_cuda_kernel *const skl_cuda_general;
-const skl_cuda_kernel *skl_cuda_general_for(const skl_problem *problem);
+/* The last row of the list. Rows of the same name before it do indexers. */
+extern const skl_cuda_kernel skl_cuda_general;
 
 /* Whether a plan can be made for this kernel. Carried attention and joint backwards belong to plans of other kernels.
  */

@@ -40,7 +40,8 @@ typedef struct skl_cuda_params {
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
 typedef struct skl_cuda_launch skl_cuda_launch;
-typedef cudaError_t (*skl_cuda_launcher)(const skl_cuda_params *params, const skl_cuda_launch *launch);
+typedef cudaError_t skl_cuda_launch_function(const skl_cuda_params *params, const skl_cuda_launch *launch);
+typedef skl_cuda_launch_function *skl_cuda_launcher;
 
 /* One launch as cuda/select chose it: numbers, no addresses. A launcher obeys: it neither chooses again nor falls
  * back to another kernel. params.call.workspace is the launch's part of the workspace. */
@@ -119,7 +120,6 @@ enum {
     SKL_SM80_TILE_MIN = 64,           /* smallest number of rows per block */
     SKL_SM90_STAGE_KEYS = 64,         /* keys per pipeline stage */
     SKL_SM90_NARROW_DIMS_MAX = 256,   /* sum of both head sizes; the wide forward has the larger ones */
-    SKL_TWO_TERM_DIM_MAX = 128,       /* largest head size with kernels for two-term rows */
     SKL_SM90_WIDE_ROWS = 128,         /* queries per tile of the wide forward */
     SKL_SM90_PAIRED_ROWS = 128,       /* queries per tile of the narrow forward with two blocks per SM */
     SKL_SM90_FUSED_DIM_MAX = 128,     /* largest head size of the gradients of a fused backward */
@@ -128,7 +128,6 @@ enum {
     SKL_SM90_TALL_DIM = 64,           /* tall tiles: largest head size of the argument with gradients */
     SKL_SM90_TALL_OTHER_DIM = 128,    /* tall tiles: largest head size of the other argument */
     SKL_SM90_UNBOUNDED_F16_DIM = 256, /* head size of the f16 kernels whose gradients know no row bounds */
-    SKL_SM90_JOINT_DIM_MAX = 128,     /* largest head size with a joint backward */
     SKL_HEAD_GROUP_MAX = 16,          /* heads whose tiles run together, at most */
     SKL_GROUP_DIM_MAX = 128,          /* largest head size with kernels for teacher groups: padded to 64 or 128 */
     SKL_GROUP_DIMS_MAX = 512,         /* Hopper: sum of a group's head sizes whose queries fit into shared memory */
@@ -174,28 +173,18 @@ enum {
 
 /* The general kernel: every type, size, stride and option, f32 arithmetic without tensor cores. Rows of the kernel
  * list (cuda/units) hold the launchers of the others. */
-cudaError_t skl_cuda_general_forward(const skl_cuda_params *params, const skl_cuda_launch *launch);
-cudaError_t skl_cuda_general_dq(const skl_cuda_params *params, const skl_cuda_launch *launch);
-cudaError_t skl_cuda_general_dk(const skl_cuda_params *params, const skl_cuda_launch *launch);
-cudaError_t skl_cuda_general_dense_rows(const skl_cuda_params *params, const skl_cuda_launch *launch);
-cudaError_t skl_cuda_general_dense_gradients(const skl_cuda_params *params, const skl_cuda_launch *launch);
-cudaError_t skl_cuda_general_sparse_rows(const skl_cuda_params *params, const skl_cuda_launch *launch);
-cudaError_t skl_cuda_general_sparse_gradients(const skl_cuda_params *params, const skl_cuda_launch *launch);
+skl_cuda_launch_function skl_cuda_general_forward, skl_cuda_general_dq, skl_cuda_general_dk;
+skl_cuda_launch_function skl_cuda_general_dense_rows, skl_cuda_general_dense_gradients;
+skl_cuda_launch_function skl_cuda_general_sparse_rows, skl_cuda_general_sparse_gradients;
 
-/* Clears the rows and gradients after the last packed sequence. */
-cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const skl_cuda_launch *launch);
+skl_cuda_launch_function skl_cuda_clear_tails;   /* clears rows and gradients after the last packed sequence */
+skl_cuda_launch_function skl_cuda_bounds_by_key; /* fills params->key_bounds */
+skl_cuda_launch_function skl_cuda_two_term_rows; /* makes two-term rows: q and k of params->a and params->b */
 
-/* Fills params->key_bounds. */
-cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, const skl_cuda_launch *launch);
-
-/* Makes two-term rows of all rows: q and k of params->a and params->b. */
-cudaError_t skl_cuda_two_term_rows(const skl_cuda_params *params, const skl_cuda_launch *launch);
-
-/* Steps over rows. Merging reads the states at `from`, sinks read a skl_sink_rows or the skl_input of the KLs. */
-cudaError_t skl_cuda_states_merge(const skl_cuda_params *params, const void *from);
-cudaError_t skl_cuda_states_finish(const skl_cuda_params *params, const void *unused);
-cudaError_t skl_cuda_sink_rows(const skl_cuda_params *params, const void *rows);
-cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, const void *kl);
+/* Steps over rows. Merging reads the states at `argument`, finishing reads nothing there, sinks read a skl_sink_rows
+ * or the skl_input of the KLs. */
+typedef cudaError_t skl_cuda_row_step(const skl_cuda_params *params, const void *argument);
+skl_cuda_row_step skl_cuda_states_merge, skl_cuda_states_finish, skl_cuda_sink_rows, skl_cuda_sink_gradients;
 
 #ifdef __cplusplus
 }

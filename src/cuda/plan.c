@@ -27,28 +27,33 @@ static void why_no_device(cudaError_t error, char *reason, size_t reason_size)
     (void)cudaGetLastError(); /* not sticky: the CPU goes on */
 }
 
-/* Compute capability of a device, 90 for 9.0; 0 and a reason if there is none. */
-static int capability_of(int device, char *reason, size_t reason_size)
+/* Reads the facts about a device of this machine. Returns false and a reason if there is none. */
+static bool read_device(int index, skl_cuda_device *device, char *reason, size_t reason_size)
 {
-    int count = 0;
+    int count = 0, major = 0, minor = 0;
     cudaError_t error = cudaGetDeviceCount(&count);
     if (error != cudaSuccess || count == 0) {
         why_no_device(error, reason, reason_size);
-        return 0;
+        return false;
     }
-    if (device < 0 || device >= count) {
-        snprintf(reason, reason_size, "device_index=%d: must be 0..%d", device, count - 1);
-        return 0;
+    if (index < 0 || index >= count) {
+        snprintf(reason, reason_size, "device_index=%d: must be 0..%d", index, count - 1);
+        return false;
     }
-    int major = 0, minor = 0;
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    if (error != cudaSuccess) {
-        snprintf(reason, reason_size, "device %d: %s", device, cudaGetErrorString(error));
-        return 0;
-    }
-    return major * 10 + minor;
+    const struct {
+        enum cudaDeviceAttr attribute;
+        int *value;
+    } attributes[] = {{cudaDevAttrComputeCapabilityMajor, &major},
+                      {cudaDevAttrComputeCapabilityMinor, &minor},
+                      {cudaDevAttrMultiProcessorCount, &device->sm_count},
+                      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->smem_per_block},
+                      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device->smem_per_sm}};
+    for (size_t i = 0; i < sizeof attributes / sizeof attributes[0] && error == cudaSuccess; i++)
+        error = cudaDeviceGetAttribute(attributes[i].value, attributes[i].attribute, index);
+    if (error != cudaSuccess)
+        snprintf(reason, reason_size, "device %d: %s", index, cudaGetErrorString(error));
+    device->capability = major * 10 + minor;
+    return error == cudaSuccess;
 }
 
 int skl_cuda_kernel_info_at(int32_t index, skl_kernel_info *info)
@@ -60,11 +65,12 @@ int skl_cuda_kernel_info_at(int32_t index, skl_kernel_info *info)
             break;
     if (kernel == NULL)
         return 0;
-    const int capability = capability_of(0, reason, sizeof reason);
-    const bool usable = skl_cuda_runs_on(kernel, capability);
-    if (capability != 0 && !usable)
+    skl_cuda_device device = {0};
+    const bool here = read_device(0, &device, reason, sizeof reason);
+    const bool usable = here && skl_cuda_runs_on(kernel, device.capability);
+    if (here && !usable)
         snprintf(reason, sizeof reason, "device 0 has compute capability %d.%d, the kernel needs %d.%d",
-                 capability / 10, capability % 10, kernel->capability / 10, kernel->capability % 10);
+                 device.capability / 10, device.capability % 10, kernel->capability / 10, kernel->capability % 10);
     const bool rounds_gradients = kernel->dtype != SKL_F32;
     *info = (skl_kernel_info){sizeof *info,    kernel->name, SKL_CUDA, usable, usable ? kernel->detail : reason,
                               rounds_gradients};
@@ -73,30 +79,13 @@ int skl_cuda_kernel_info_at(int32_t index, skl_kernel_info *info)
 
 /* ---- Plan --------------------------------------------------------------------------------------------------- */
 
-static skl_status read_device(int device_index, skl_cuda_device *device)
-{
-    char reason[256];
-    device->capability = capability_of(device_index, reason, sizeof reason);
-    if (device->capability == 0)
-        return skl_fail(SKL_ERROR_DEVICE, "%s", reason);
-    const struct {
-        enum cudaDeviceAttr attribute;
-        int32_t *value;
-    } attributes[] = {{cudaDevAttrMultiProcessorCount, &device->sm_count},
-                      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &device->smem_per_block},
-                      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, &device->smem_per_sm}};
-    for (size_t i = 0; i < sizeof attributes / sizeof attributes[0]; i++) {
-        const cudaError_t error = cudaDeviceGetAttribute(attributes[i].value, attributes[i].attribute, device_index);
-        if (error != cudaSuccess)
-            return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", device_index, cudaGetErrorString(error));
-    }
-    return SKL_OK;
-}
-
 static skl_status find_device(const skl_options *options, skl_cuda_device *device)
 {
+    char reason[256];
     if (options->gpu == NULL)
-        return read_device(options->device_index, device);
+        return read_device(options->device_index, device, reason, sizeof reason)
+                   ? SKL_OK
+                   : skl_fail(SKL_ERROR_DEVICE, "%s", reason);
     const skl_cuda_device *const named = skl_cuda_device_named(options->gpu);
     if (named == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "options.gpu=%s: must be %s", options->gpu, skl_cuda_device_names());
@@ -108,28 +97,16 @@ static skl_status find_device(const skl_options *options, skl_cuda_device *devic
     return SKL_OK;
 }
 
-/* What all calls of an operation of a plan have in common. */
-static skl_cuda_request request_of(const skl_cuda_plan *of_cuda, skl_op op)
-{
-    const skl_cuda_request request = {
-        .op = op, .deterministic = of_cuda->deterministic, .named = of_cuda->named, .kernel = of_cuda->kernel};
-    return request;
-}
-
 /* Bytes of workspace that suffice for every call of an operation, whatever it asks for and however its tensors are
  * laid out: the largest of what the launches of these calls ask for. */
-static size_t workspace_size_of(const skl_problem *p, const skl_cuda_plan *of_cuda, skl_op op)
+static size_t workspace_size_of(const skl_problem *p, const skl_cuda_target *target, skl_op op)
 {
     const uint32_t rows[] = {SKL_ROW_KL, SKL_ROW_LSE_T | SKL_ROW_LSE_S, SKL_ROW_KL | SKL_ROW_DOT_T};
-    const uint32_t of_teacher = SKL_DQ_T | SKL_DK_T;
+    const uint32_t of_teacher = SKL_DQ_T | SKL_DK_T, inputs = SKL_TENSOR_INPUTS;
     /* A kernel that computes dq may also give the KL: without dq, or without any gradient, a forward does. */
     const uint32_t gradients[] = {
         ~0U, of_teacher, ~of_teacher, ~(uint32_t)SKL_DQ_T, ~(uint32_t)SKL_DQ_S, ~(uint32_t)(SKL_DQ_T | SKL_DQ_S), 0};
-    const skl_cuda_layout all = skl_cuda_aligned;
-    const skl_cuda_layout layouts[] = {all,
-                                       {all.copied, 0, all.paired, all.summed},
-                                       {all.copied, all.addressed, all.paired, 0},
-                                       {0, 0, all.paired, all.summed}};
+    const skl_cuda_layout layouts[] = {skl_cuda_aligned, {~0U, ~inputs}, {~0U, inputs}, {~inputs, ~inputs}};
     const bool groups = skl_has_teacher_groups(p);
     const int row_count = op == SKL_OP_BACKWARD ? 1 : groups && !skl_is_indexer(p) ? 3 : 2;
     const int set_count = skl_op_has_gradients(op) ? sizeof gradients / sizeof gradients[0] : 1;
@@ -137,75 +114,61 @@ static size_t workspace_size_of(const skl_problem *p, const skl_cuda_plan *of_cu
     size_t size = 0;
     skl_cuda_launches launches;
     for (int n = 0; n < row_count * set_count * lse_count * 4; n++) {
-        skl_cuda_request request = request_of(of_cuda, op);
-        request.rows = rows[n % row_count];
-        request.gradients = p->gradients & gradients[n / row_count % set_count];
-        request.lse_given = n / row_count / set_count % lse_count;
-        request.keys = p->len_k;
-        skl_cuda_select(p, &request, &layouts[n / row_count / set_count / lse_count], &of_cuda->device, &launches);
+        const skl_cuda_request request = {.op = op,
+                                          .rows = rows[n % row_count],
+                                          .gradients = p->gradients & gradients[n / row_count % set_count],
+                                          .lse_given = n / row_count / set_count % lse_count,
+                                          .keys = p->len_k};
+        skl_cuda_select(p, target, &request, &layouts[n / row_count / set_count / lse_count], &launches);
         size = launches.workspace_size > size ? launches.workspace_size : size;
     }
     return size;
 }
 
-/* A copy of the plan on the heap, followed by the launches of its usual calls; NULL: no memory. */
-static skl_cuda_plan *keep_plan(const skl_problem *p, const skl_cuda_plan *made)
+static void select_usual(const skl_problem *p, skl_cuda_plan *of_cuda, skl_op op)
 {
-    skl_cuda_launches launches[SKL_OP_COUNT];
-    skl_cuda_request usual[SKL_OP_COUNT];
-    size_t sizes[SKL_OP_COUNT], size = sizeof *made;
-    for (int op = 0; op < SKL_OP_COUNT; op++) {
-        const uint32_t of_values = op == SKL_OP_ATTENTION_BACKWARD ? 0 : SKL_DV_S;
-        skl_cuda_request request = request_of(made, (skl_op)op);
-        request.rows = op == SKL_OP_BACKWARD || op == SKL_OP_PARTIAL ? 0 : SKL_ROW_KL;
-        request.gradients = skl_op_has_gradients((skl_op)op) ? p->gradients & ~of_values : 0;
-        request.lse_given = op != SKL_OP_FORWARD;
-        request.keys = p->len_k;
-        usual[op] = skl_cuda_normal_request(p, request);
-        skl_cuda_select(p, &usual[op], &skl_cuda_aligned, &made->device, &launches[op]);
-        sizes[op] = offsetof(skl_cuda_launches, at) + (size_t)launches[op].count * sizeof(skl_cuda_launch);
-        size += sizes[op];
-    }
-    skl_cuda_plan *const kept = malloc(size);
-    if (kept == NULL)
-        return NULL;
-    *kept = *made;
-    memcpy(kept->usual, usual, sizeof usual);
-    char *next = (char *)(kept + 1);
-    for (int op = 0; op < SKL_OP_COUNT; next += sizes[op], op++)
-        kept->usual_launches[op] = memcpy(next, &launches[op], sizes[op]);
-    return kept;
+    const uint32_t of_values = op == SKL_OP_ATTENTION_BACKWARD ? 0 : SKL_DV_S;
+    const skl_cuda_request request = {.op = op,
+                                      .rows = op == SKL_OP_BACKWARD || op == SKL_OP_PARTIAL ? 0 : SKL_ROW_KL,
+                                      .gradients = skl_op_has_gradients(op) ? p->gradients & ~of_values : 0,
+                                      .lse_given = op != SKL_OP_FORWARD,
+                                      .keys = p->len_k};
+    of_cuda->usual[op] = skl_cuda_normal_request(p, request);
+    skl_cuda_select(p, &of_cuda->target, &of_cuda->usual[op], &skl_cuda_aligned, &of_cuda->launches[op]);
 }
 
 skl_status skl_cuda_plan_create(skl_plan *plan, const skl_options *options, const char *forced)
 {
-    skl_cuda_plan made = {.deterministic = options->deterministic};
-    const skl_status status = find_device(options, &made.device);
+    const skl_problem *const p = &plan->problem;
+    skl_cuda_target target = {.named = forced != NULL, .deterministic = options->deterministic};
+    const skl_status status = find_device(options, &target.device);
     if (status != SKL_OK)
         return status;
-    const int capability = made.device.capability;
-    const skl_cuda_kernel *const kernel = skl_cuda_select_kernel(&plan->problem, capability, forced);
-    if (kernel == NULL && forced != NULL)
+    const int capability = target.device.capability;
+    target.kernel = skl_cuda_find_kernel(p, capability, skl_cuda_work_of(p), forced);
+    if (target.kernel == NULL && forced != NULL)
         return skl_fail(SKL_ERROR_ARGUMENT,
                         "kernel=%s: no CUDA kernel of this name does this problem here; streamkl info lists them",
                         forced);
-    if (kernel == NULL)
+    if (target.kernel == NULL)
         return skl_fail(SKL_ERROR_UNSUPPORTED,
                         "device %d has compute capability %d.%d: the kernels of this build need %d.%d",
                         options->device_index, capability / 10, capability % 10, SKL_CAPABILITY_sm80 / 10,
                         SKL_CAPABILITY_sm80 % 10);
-    made.kernel = kernel;
-    made.named = forced != NULL;
-    plan->kernel_name = kernel->name;
+    skl_cuda_plan *const of_cuda = malloc(sizeof *of_cuda);
+    if (of_cuda == NULL)
+        return skl_fail(SKL_ERROR_MEMORY, "plan: its launches could not be allocated");
+    of_cuda->target = target;
+    for (int op = 0; op < SKL_OP_COUNT; op++) {
+        plan->workspace_size[op] = workspace_size_of(p, &target, (skl_op)op);
+        select_usual(p, of_cuda, (skl_op)op);
+    }
+    plan->kernel_name = target.kernel->name;
     plan->device_index = options->device_index;
-    for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] = workspace_size_of(&plan->problem, &made, (skl_op)op);
-    plan->of_backend = keep_plan(&plan->problem, &made);
-    return plan->of_backend != NULL ? SKL_OK
-                                    : skl_fail(SKL_ERROR_MEMORY, "plan: its launches could not be allocated");
+    plan->of_backend = of_cuda;
+    return SKL_OK;
 }
 
-/* Requests of one plan: only what calls differ in is compared. */
 static bool is_same_request(const skl_cuda_request *a, const skl_cuda_request *b)
 {
     return a->op == b->op && a->rows == b->rows && a->gradients == b->gradients && a->lse_given == b->lse_given &&
@@ -214,15 +177,13 @@ static bool is_same_request(const skl_cuda_request *a, const skl_cuda_request *b
 
 const skl_cuda_launches *skl_cuda_plan_launches(const skl_plan *plan, const skl_call *call, skl_cuda_launches *other)
 {
+    const skl_problem *const p = &plan->problem;
     const skl_cuda_plan *const of_cuda = plan->of_backend;
-    const skl_cuda_layout layout = skl_cuda_layout_of(&plan->problem, call);
-    skl_cuda_request request = skl_cuda_normal_request(&plan->problem, skl_cuda_request_of(&plan->problem, call));
-    request.deterministic = of_cuda->deterministic;
-    request.named = of_cuda->named;
-    request.kernel = of_cuda->kernel;
+    const skl_cuda_layout layout = skl_cuda_layout_of(p, call);
+    const skl_cuda_request request = skl_cuda_normal_request(p, skl_cuda_request_of(p, call));
     if (is_same_request(&request, &of_cuda->usual[call->op]) &&
         memcmp(&layout, &skl_cuda_aligned, sizeof layout) == 0)
-        return of_cuda->usual_launches[call->op];
-    skl_cuda_select(&plan->problem, &request, &layout, &of_cuda->device, other);
+        return &of_cuda->launches[call->op];
+    skl_cuda_select(p, &of_cuda->target, &request, &layout, other);
     return other;
 }

@@ -19,24 +19,23 @@ typedef struct skl_cuda_device {
 const skl_cuda_device *skl_cuda_device_named(const char *name);
 const char *skl_cuda_device_names(void); /* "a100, b200, ..." */
 
-/* Tensors of a call, as bits of skl_cuda_layout. */
+/* Inputs of a call, as bits of skl_cuda_layout. Gradients have the bits SKL_DQ_T, ... */
 enum {
-    SKL_TENSOR_Q_T = 1,
-    SKL_TENSOR_K_T = 2,
-    SKL_TENSOR_Q_S = 4,
-    SKL_TENSOR_K_S = 8,
-    SKL_TENSOR_V_S = 16,
-    SKL_TENSOR_O_S = 32,
-    SKL_TENSOR_DO_S = 64
+    SKL_TENSOR_Q_T = 1 << 8,
+    SKL_TENSOR_K_T = 1 << 9,
+    SKL_TENSOR_Q_S = 1 << 10,
+    SKL_TENSOR_K_S = 1 << 11,
+    SKL_TENSOR_V_S = 1 << 12,
+    SKL_TENSOR_O_S = 1 << 13,
+    SKL_TENSOR_DO_S = 1 << 14,
+    SKL_TENSOR_INPUTS = 0x7f00
 };
 
-/* What the addresses and strides of a call's tensors allow, as bits per tensor. Gradients have the bits SKL_DQ_T,
- * ...; those that are not requested allow everything. */
+/* What the addresses and strides of a call's tensors allow, as bits per tensor. Gradients that are not requested
+ * allow everything. */
 typedef struct skl_cuda_layout {
-    uint32_t copied;    /* SKL_TENSOR_*: every row begins at a multiple of 16 bytes */
-    uint32_t addressed; /* SKL_TENSOR_*: TMA can address it */
-    uint32_t paired;    /* gradients whose rows begin at even elements */
-    uint32_t summed; /* key gradients that TMA can add to, if they are f32; 16-bit ones have sums in the workspace */
+    uint32_t aligned; /* rows begin at multiples of 16 bytes; rows of gradients at even elements */
+    uint32_t tma;     /* TMA can address the tensor. A 16-bit dk has f32 sums in the workspace, which it can */
 } skl_cuda_layout;
 
 extern const skl_cuda_layout skl_cuda_aligned; /* allows everything */
@@ -51,14 +50,11 @@ bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t di
 /* What a call asks for. */
 typedef struct skl_cuda_request {
     skl_op op;
-    uint32_t rows;                 /* SKL_ROW_KL, ..., and the bits below: results that have a buffer */
-    uint32_t gradients;            /* SKL_DQ_T, ...: gradients that have a buffer */
-    int32_t lse_given;             /* inputs.lse_t has data */
-    int32_t key_lengths;           /* inputs.key_lengths has data */
-    int32_t deterministic;         /* no sum in any order */
-    int32_t named;                 /* the caller named the kernel */
-    int64_t keys;                  /* keys of skl_partial's range, at most len_k */
-    const skl_cuda_kernel *kernel; /* the plan's: skl_cuda_select_kernel */
+    uint32_t rows;       /* SKL_ROW_KL, ..., and the bits below: results that have a buffer */
+    uint32_t gradients;  /* SKL_DQ_T, ...: gradients that have a buffer */
+    int32_t lse_given;   /* inputs.lse_t has data */
+    int32_t key_lengths; /* inputs.key_lengths has data */
+    int64_t keys;        /* keys of skl_partial's range, at most len_k */
 } skl_cuda_request;
 
 enum { SKL_ROW_ENTROPIES = 16, SKL_ROW_MASS = 32 }; /* cross_entropy or entropy; mass */
@@ -87,14 +83,27 @@ typedef struct skl_cuda_launches {
     skl_cuda_launch at[SKL_LAUNCHES_MAX];
 } skl_cuda_launches;
 
+/* What all calls of a plan have in common besides its problem. */
+typedef struct skl_cuda_target {
+    skl_cuda_device device;
+    const skl_cuda_kernel *kernel; /* of aligned tensors */
+    int32_t named;                 /* the caller named the kernel */
+    int32_t deterministic;         /* no sum in any order */
+} skl_cuda_target;
+
 bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability);
 
-/* The best kernel for a problem with aligned tensors, or the one that is named; NULL: there is none. */
-const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *problem, int capability, const char *name);
+/* SKL_DOES_*: what a problem asks of a kernel. */
+uint32_t skl_cuda_work_of(const skl_problem *problem);
+
+/* The best kernel that does `work` for a problem with aligned tensors, or the one of this name; NULL: there is none.
+ */
+const skl_cuda_kernel *skl_cuda_find_kernel(const skl_problem *problem, int capability, uint32_t work,
+                                            const char *name);
 
 /* The launches of a call, in their order. */
-void skl_cuda_select(const skl_problem *problem, const skl_cuda_request *request, const skl_cuda_layout *layout,
-                     const skl_cuda_device *device, skl_cuda_launches *launches);
+void skl_cuda_select(const skl_problem *problem, const skl_cuda_target *target, const skl_cuda_request *request,
+                     const skl_cuda_layout *layout, skl_cuda_launches *launches);
 
 /* ---- What selection and binding share ------------------------------------------------------------------------- */
 
@@ -111,15 +120,5 @@ skl_cuda_halves skl_cuda_halves_of(const skl_problem *problem, bool of_teacher);
 /* Lays out two-term rows of `dim` dimensions at `workspace`. Returns their size in bytes. */
 size_t skl_cuda_lay_out_terms(const skl_problem *problem, int64_t dim, const void *workspace,
                               skl_cuda_argument *teacher, skl_cuda_argument *student);
-
-/* Bytes of f32 sums of dk of one side, in the workspace; 0: dk is f32 and holds its own sums. */
-static inline size_t skl_cuda_dk_sums_size(const skl_problem *p, bool of_teacher)
-{
-    const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
-    const int64_t row_count = of_teacher ? p->key_heads_t * p->dim_t : p->key_heads_s * p->dim_s;
-    return skl_grad_dtype(p, of_teacher ? p->dtype_t : p->dtype_s) == SKL_F32
-               ? 0
-               : skl_aligned_size((size_t)(rows * row_count) * sizeof(float));
-}
 
 #endif

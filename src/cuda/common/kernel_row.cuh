@@ -21,6 +21,8 @@ typedef skl_f16 skl_element_f16;
 
 #define SKL_PRODUCTS_sm80 "mma.sync"
 #define SKL_PRODUCTS_sm90 "wgmma and TMA"
+#define SKL_TMA_sm80      false
+#define SKL_TMA_sm90      true
 
 /* `softcap`, or `linear` where a kernel has no softcaps. */
 #define SKL_SOFTCAP_softcap true
@@ -35,6 +37,8 @@ typedef skl_f16 skl_element_f16;
         .detail = SKL_TYPES_##type ", " detail_ ": " SKL_PRODUCTS_##arch,                                            \
         .capability = SKL_CAPABILITY_##arch,                                                                         \
         .capability_end = SKL_CAPABILITY_END_##arch,                                                                 \
+        .tma = SKL_TMA_##arch,                                                                                       \
+        .two_terms = SKL_DTYPE_##type == SKL_F32,                                                                    \
         .dtype = SKL_DTYPE_##type,                                                                                   \
         __VA_ARGS__};
 

@@ -14,7 +14,7 @@ static int64_t dims_of(const skl_cuda_kernel *kernel)
 
 static bool has_narrow_forward(const skl_cuda_kernel *kernel)
 {
-    return dims_of(kernel) <= SKL_SM90_NARROW_DIMS_MAX && !skl_select_has_two_terms(kernel);
+    return dims_of(kernel) <= SKL_SM90_NARROW_DIMS_MAX && !kernel->two_terms;
 }
 
 /* Resident blocks need tiles of equal length, more tiles than SMs, and more keys than the pipeline holds. */
@@ -45,7 +45,7 @@ static bool is_short(const choice *s)
            tiles < SKL_ROWS_MAX && p->batch * p->len_k * row_size <= l2_size;
 }
 
-static size_t set_hopper_forward(const choice *s, skl_cuda_launch *launch)
+static void set_hopper_forward(const choice *s, skl_cuda_launch *launch)
 {
     const bool equal_tiles = !s->capped && is_persistent(s);
     launch->paired = !s->capped && !equal_tiles && is_paired(s);
@@ -57,34 +57,33 @@ static size_t set_hopper_forward(const choice *s, skl_cuda_launch *launch)
     const int64_t tile_rows = launch->paired                  ? SKL_SM90_PAIRED_ROWS
                               : has_narrow_forward(s->kernel) ? SKL_SM90_FORWARD_ROWS(dims_of(s->kernel))
                                                               : SKL_SM90_WIDE_ROWS;
-    const int64_t blocks_per_sm = (launch->paired ? 2 : 1) * skl_select_blocks_to_fill(s->problem);
     launch->head_group = skl_select_head_group(s, tile_rows, 2, 2);
-    return launch->persistent ? 0
-                              : skl_select_split(launch, s->problem, tile_rows, s->device->sm_count * blocks_per_sm);
+    if (!launch->persistent)
+        skl_select_split(s, launch, tile_rows, (launch->paired ? 2 : 1) * skl_select_blocks_to_fill(s->problem));
 }
 
-static size_t set_mma_forward(const choice *s, skl_cuda_launch *launch)
+static void set_mma_forward(const choice *s, skl_cuda_launch *launch)
 {
     const int64_t dim = s->kernel->dim_max, reserved_smem = 1024; /* bytes of a block that the system takes */
     const int64_t blocks_per_sm = skl_min(SKL_SM80_FORWARD_BLOCKS(dim, s->device->capability),
                                           s->device->smem_per_sm / (SKL_SM80_FORWARD_SMEM(dim) + reserved_smem));
-    return skl_select_split(launch, s->problem, SKL_SM80_FORWARD_ROWS(dim), s->device->sm_count * blocks_per_sm);
+    skl_select_split(s, launch, SKL_SM80_FORWARD_ROWS(dim), blocks_per_sm);
 }
 
 void skl_select_add_forward(const choice *s)
 {
     skl_cuda_launch *const launch =
         skl_select_add(s, "forward", s->kernel, s->kernel->forward, SKL_VARIANT_TILES, s->reason);
-    size_t states_size = 0;
-    if (skl_select_is_general(s->kernel)) {
-        const bool groups = skl_group_size(s->problem) > 1;
-        launch->variant = groups ? SKL_VARIANT_GROUPS : SKL_VARIANT_GRID_STRIDE;
-        states_size = groups ? skl_select_general_lse_size(s) : 0;
+    if (s->kernel->tma) {
+        set_hopper_forward(s, launch);
+    } else if (!s->kernel->general) {
+        set_mma_forward(s, launch);
+    } else if (skl_group_size(s->problem) > 1) {
+        launch->variant = SKL_VARIANT_GROUPS;
+        skl_select_give_workspace(s, launch, skl_select_general_lse_size(s));
     } else {
-        states_size =
-            skl_select_is_tma_kernel(s->kernel) ? set_hopper_forward(s, launch) : set_mma_forward(s, launch);
+        launch->variant = SKL_VARIANT_GRID_STRIDE;
     }
-    skl_select_give_workspace(s, launch, states_size);
 }
 
 /* ---- Backward -------------------------------------------------------------------------------------------------- */
@@ -120,30 +119,26 @@ static const char *why_not_fused(const choice *s, const wanted_side *side)
     const char *const no_kernel = why_no_fused_kernel(s, side);
     if (no_kernel != NULL)
         return no_kernel;
-    if (s->request->deterministic)
+    if (s->target->deterministic)
         return "deterministic: dk has a separate kernel";
     if (!s->some_rows || !s->some_keys)
         return "no queries or no keys: separate dq and dk";
-    if (side->dk && (s->layout->summed & side->dk_bit) == 0)
+    if (side->dk && (s->layout->tma & side->dk_bit) == 0)
         return "TMA cannot add to dk: separate dq and dk";
     return NULL;
-}
-
-static bool has_dk(const skl_cuda_kernel *kernel)
-{
-    return kernel->dk != NULL;
 }
 
 /* The plan's kernel or, if that is for a pair of head sizes, the one of its architecture that has dk for both. */
 static const skl_cuda_kernel *kernel_with_dk(const choice *s)
 {
-    return has_dk(s->kernel) ? s->kernel
-                             : skl_select_first(s->problem, s->kernel->capability, SKL_DOES_ATTENTION, has_dk);
+    return s->kernel->dk != NULL
+               ? s->kernel
+               : skl_cuda_find_kernel(s->problem, s->kernel->capability, s->work | SKL_DOES_DK, NULL);
 }
 
 static const skl_cuda_kernel *dq_kernel_of(const choice *s, const wanted_side *side)
 {
-    if (s->kernel->fused != NULL && why_no_fused_kernel(s, side) == NULL)
+    if (why_no_fused_kernel(s, side) == NULL)
         return s->kernel; /* it computes dq alone as well */
     const skl_cuda_kernel *const kernel = kernel_with_dk(s);
     const bool f16_of_a = !side->of_b && kernel->dtype == SKL_F16;
@@ -155,7 +150,7 @@ static const skl_cuda_kernel *dq_kernel_of(const choice *s, const wanted_side *s
 static bool gives_kl(const choice *s, const wanted_side *of_b, bool fused)
 {
     return s->gradients && s->rows && (of_b->dq || of_b->dk) && (fused || (s->some_keys && of_b->dq)) &&
-           skl_select_is_tma_kernel(dq_kernel_of(s, of_b));
+           dq_kernel_of(s, of_b)->tma;
 }
 
 /* A third dq warpgroup fits if the gradients have few dimensions. More of a taller tile is padding or masked, and
@@ -170,9 +165,42 @@ static bool has_tall_tiles(const choice *s, const skl_cuda_kernel *kernel, const
            skl_select_query_tiles(p, SKL_SM90_TALL_ROWS) >= waves_min * s->device->sm_count;
 }
 
-static void set_fused_tiles(const choice *s, skl_cuda_launch *launch, const skl_cuda_kernel *kernel,
-                            const wanted_side *side)
+size_t skl_select_dk_sums_size(const skl_problem *p, bool of_teacher)
 {
+    const int64_t rows = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t row_count = of_teacher ? p->key_heads_t * p->dim_t : p->key_heads_s * p->dim_s;
+    return skl_grad_dtype(p, of_teacher ? p->dtype_t : p->dtype_s) == SKL_F32
+               ? 0
+               : skl_aligned_size((size_t)(rows * row_count) * sizeof(float));
+}
+
+enum { OF_DQ, OF_DK, OF_BOTH };
+
+/* A launch for dq, dk or both of a side. A kernel without `dq` computes dq alone as its fused backward does. */
+static void add_gradient(const choice *s, const wanted_side *side, int part, const skl_cuda_kernel *kernel,
+                         const char *reason, bool kl)
+{
+    static const char *const steps[][2] = {
+        [OF_DQ] = {"dq_s", "dq_t"}, [OF_DK] = {"dk_s", "dk_t"}, [OF_BOTH] = {"dq_s and dk_s", "dq_t and dk_t"}};
+    static const char *const variants[][2][2] = {
+        [OF_DQ] = {{SKL_VARIANT_DQ, SKL_VARIANT_DQ_SOFTCAP}, {SKL_VARIANT_DQ_GROUPS}},
+        [OF_DK] = {{SKL_VARIANT_DK, SKL_VARIANT_DK_SOFTCAP}, {SKL_VARIANT_DK_GROUPS}},
+        [OF_BOTH] = {{SKL_VARIANT_FUSED, SKL_VARIANT_FUSED_SOFTCAP},
+                     {SKL_VARIANT_FUSED_GROUPS, SKL_VARIANT_FUSED_GROUPS_SOFTCAP}}};
+    const bool fused = part == OF_BOTH || (part == OF_DQ && kernel->dq == NULL);
+    const bool groups = s->work == SKL_DOES_GROUPS && !kernel->general, softcap = s->capped && kernel->tma;
+    skl_cuda_launch *const launch = skl_select_add(s, steps[part][side->of_teacher], kernel,
+                                                   fused           ? kernel->fused
+                                                   : part == OF_DQ ? kernel->dq
+                                                                   : kernel->dk,
+                                                   variants[fused ? OF_BOTH : part][groups][softcap], reason);
+    launch->teacher_side = side->of_teacher;
+    launch->kl_in_backward = kl;
+    launch->streams_queries = part == OF_DK;
+    launch->sums_dk = part == OF_BOTH && side->dk;
+    skl_select_give_workspace(s, launch, launch->sums_dk ? skl_select_dk_sums_size(s->problem, side->of_teacher) : 0);
+    if (!fused)
+        return;
     const int64_t keys = 2, keys_and_sums = 2 + 4; /* bytes per element: f32 sums of dk are streamed with its keys */
     launch->head_group = skl_select_head_group(s, SKL_SM90_BACKWARD_ROWS, side->of_b ? keys : keys_and_sums,
                                                side->of_b ? keys_and_sums : keys);
@@ -181,41 +209,14 @@ static void set_fused_tiles(const choice *s, skl_cuda_launch *launch, const skl_
         launch->variant = SKL_VARIANT_FUSED_TALL;
 }
 
-void skl_select_add_dq(const choice *s, const wanted_side *side, const char *reason, bool kl)
+void skl_select_add_gradients(const choice *s, const wanted_side *side, const char *why_split, bool kl)
 {
-    const skl_cuda_kernel *const kernel = dq_kernel_of(s, side);
-    const bool fused = kernel->dq == NULL, softcap = skl_select_is_tma_kernel(kernel) && s->capped;
-    const char *const variant = fused     ? (softcap ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED)
-                                : softcap ? SKL_VARIANT_DQ_SOFTCAP
-                                          : SKL_VARIANT_DQ;
-    skl_cuda_launch *const launch = skl_select_add(s, side->of_teacher ? "dq_t" : "dq_s", kernel,
-                                                   fused ? kernel->fused : kernel->dq, variant, reason);
-    launch->teacher_side = side->of_teacher;
-    launch->kl_in_backward = kl;
-    if (fused)
-        set_fused_tiles(s, launch, kernel, side);
-}
-
-void skl_select_add_dk(const choice *s, const wanted_side *side, const char *reason)
-{
-    const bool softcap = skl_select_is_tma_kernel(s->kernel) && s->capped;
-    const skl_cuda_kernel *const kernel = kernel_with_dk(s);
-    skl_cuda_launch *const launch = skl_select_add(s, side->of_teacher ? "dk_t" : "dk_s", kernel, kernel->dk,
-                                                   softcap ? SKL_VARIANT_DK_SOFTCAP : SKL_VARIANT_DK, reason);
-    launch->teacher_side = side->of_teacher;
-    launch->streams_queries = true;
-}
-
-static void add_fused(const choice *s, const wanted_side *side, bool kl)
-{
-    skl_cuda_launch *const launch =
-        skl_select_add(s, side->of_teacher ? "dq_t and dk_t" : "dq_s and dk_s", s->kernel, s->kernel->fused,
-                       s->capped ? SKL_VARIANT_FUSED_SOFTCAP : SKL_VARIANT_FUSED, s->reason);
-    launch->teacher_side = side->of_teacher;
-    launch->kl_in_backward = kl;
-    launch->sums_dk = side->dk;
-    set_fused_tiles(s, launch, s->kernel, side);
-    skl_select_give_workspace(s, launch, side->dk ? skl_cuda_dk_sums_size(s->problem, side->of_teacher) : 0);
+    if ((side->dq || side->dk) && why_split == NULL)
+        add_gradient(s, side, OF_BOTH, s->kernel, s->reason, kl);
+    if (side->dq && why_split != NULL && s->some_rows)
+        add_gradient(s, side, OF_DQ, dq_kernel_of(s, side), why_split, kl);
+    if (side->dk && why_split != NULL && s->some_keys)
+        add_gradient(s, side, OF_DK, kernel_with_dk(s), why_split, false);
 }
 
 /* One kernel for the gradients of both sides: six products instead of eight, and the logits' exponentials once. It
@@ -226,7 +227,7 @@ static const skl_cuda_kernel *joint_kernel_of(const choice *s)
     const uint32_t all = SKL_DQ_T | SKL_DK_T | SKL_DQ_S | SKL_DK_S;
     const bool is_pair = s->kernel->dk == NULL;
     return (s->request->gradients & all) == all && s->request->op == SKL_OP_BACKWARD && !s->capped && !is_pair
-               ? skl_select_first(s->problem, s->kernel->capability, SKL_DOES_JOINT, NULL)
+               ? skl_cuda_find_kernel(s->problem, s->kernel->capability, SKL_DOES_JOINT, NULL)
                : NULL;
 }
 
@@ -236,20 +237,9 @@ static void add_joint(const choice *s, const skl_cuda_kernel *kernel)
     skl_cuda_launch *const launch = skl_select_add(s, "dq and dk of both sides", kernel, kernel->fused,
                                                    SKL_VARIANT_JOINT, "one kernel for all four gradients");
     launch->sums_dk = true;
-    launch->sums_t_at = skl_cuda_dk_sums_size(s->problem, false);
+    launch->sums_t_at = skl_select_dk_sums_size(s->problem, false);
     launch->head_group = skl_select_head_group(s, SKL_SM90_BACKWARD_ROWS, keys_and_sums, keys_and_sums);
-    skl_select_give_workspace(s, launch, launch->sums_t_at + skl_cuda_dk_sums_size(s->problem, true));
-}
-
-/* `why_split`: why dq and dk do not come out of one kernel; NULL: they do. */
-static void add_gradients(const choice *s, const wanted_side *side, const char *why_split, bool kl)
-{
-    if ((side->dq || side->dk) && why_split == NULL)
-        add_fused(s, side, kl);
-    if (side->dq && why_split != NULL && s->some_rows)
-        skl_select_add_dq(s, side, why_split, kl);
-    if (side->dk && why_split != NULL && s->some_keys)
-        skl_select_add_dk(s, side, why_split);
+    skl_select_give_workspace(s, launch, launch->sums_t_at + skl_select_dk_sums_size(s->problem, true));
 }
 
 void skl_select_attention(const choice *s)
@@ -265,8 +255,8 @@ void skl_select_attention(const choice *s)
         add_joint(s, joint);
         return;
     }
-    add_gradients(s, &of_b, split_b, kl);
-    add_gradients(s, &of_a, split_a, false);
+    skl_select_add_gradients(s, &of_b, split_b, kl);
+    skl_select_add_gradients(s, &of_a, split_a, false);
 }
 
 /* ---- The student's attention, which carries the KL ------------------------------------------------------------ */
@@ -286,17 +276,17 @@ static const char *why_not_carried(const choice *s, const skl_cuda_kernel **kern
         return "a GPU other than Hopper";
     if (!s->some_rows || !s->some_keys)
         return "no queries or no keys";
-    if (!skl_select_is_tma_kernel(s->kernel) || skl_select_has_two_terms(s->kernel))
+    if (!s->kernel->tma || s->kernel->two_terms)
         return s->reason;
-    if (s->gradients && s->request->deterministic)
+    if (s->gradients && s->target->deterministic)
         return "deterministic gradients";
     if (!s->gradients && (p->scale_t < 0.0F || p->scale_s < 0.0F))
         return "a negative scale";
-    if ((s->layout->addressed & values) != values)
+    if ((s->layout->tma & values) != values)
         return s->gradients ? "TMA cannot address v_s, o_s or do_s" : "TMA cannot address v_s or o_s";
-    if (s->gradients && (s->layout->paired & SKL_DV_S) == 0)
+    if (s->gradients && (s->layout->aligned & SKL_DV_S) == 0)
         return "dv_s: a row begins at an odd element";
-    *kernel = skl_select_first(p, s->device->capability, SKL_DOES_CARRIED, NULL);
+    *kernel = skl_cuda_find_kernel(p, s->device->capability, SKL_DOES_CARRIED, NULL);
     return *kernel == NULL ? "types or head sizes that no such kernel has" : NULL;
 }
 
@@ -319,7 +309,7 @@ static void add_carried_forward(const choice *s, const skl_cuda_kernel *kernel)
 }
 
 /* The tiles of the backward are keys, so it has no KL of a row, which is a sum over tiles: a forward gives it. */
-void skl_select_carried(choice *s)
+void skl_select_carried(const choice *s)
 {
     const skl_problem *const p = s->problem;
     const skl_cuda_kernel *kernel = NULL;

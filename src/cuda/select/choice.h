@@ -6,10 +6,12 @@
 
 typedef struct choice {
     const skl_problem *problem;
+    const skl_cuda_target *target;
+    const skl_cuda_device *device; /* the target's */
     const skl_cuda_request *request;
     const skl_cuda_layout *layout;
-    const skl_cuda_device *device;
     skl_cuda_launches *launches;
+    uint32_t work;                 /* SKL_DOES_*: what the problem asks of a kernel */
     const skl_cuda_kernel *kernel; /* the best one that the layout allows */
     const char *reason;            /* why it is this kernel */
     bool some_rows, some_keys;     /* there are queries; there are keys */
@@ -19,33 +21,20 @@ typedef struct choice {
 
 /* ---- fit.c: which kernel fits a problem, and why ------------------------------------------------------------ */
 
-bool skl_select_is_general(const skl_cuda_kernel *kernel);
-bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel);
-
-/* The kernel multiplies two-term rows: f32, mixed types, and 16-bit types in sizes that 16-byte copies do not fit. */
-bool skl_select_has_two_terms(const skl_cuda_kernel *kernel);
-
 /* Either side has a softcap that changes logits. */
 bool skl_select_is_capped(const skl_problem *p);
-
-/* Attention whose student heads each learn the mean of several teacher heads. */
-bool skl_select_is_attention_with_groups(const skl_problem *p);
 
 /* A forward of an indexer that requests only its LSEs does not read the teacher. */
 bool skl_select_only_lse_s(const skl_cuda_request *request);
 
-/* The best kernel of an architecture that does `work` for the problem and of which `wants` holds; NULL: none. */
-const skl_cuda_kernel *skl_select_first(const skl_problem *p, int capability, uint32_t work,
-                                        bool (*wants)(const skl_cuda_kernel *kernel));
-
-/* The best kernel that needs no TMA. */
+/* The best kernel for the problem of a choice that needs no TMA. */
 const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p);
 
 /* The best kernel for teacher groups that needs neither TMA nor a workspace of strips. Plans of Hopper's kernels fall
  * back to it: their workspace must not grow for tensors that they hardly ever meet. */
 const skl_cuda_kernel *skl_select_without_strips(const skl_problem *p);
 
-/* The kernel of a call: the plan's, or the next one that the layout of the tensors allows. Sets kernel and reason. */
+/* Sets the kernel of a call and its reason: the plan's, or the next one that the layout of the tensors allows. */
 void skl_select_fit(choice *s);
 
 /* ---- tiles.c: launches, their tiles and their workspace -------------------------------------------------------- */
@@ -53,15 +42,15 @@ void skl_select_fit(choice *s);
 skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cuda_kernel *kernel,
                                 skl_cuda_launcher launcher, const char *variant, const char *reason);
 
-/* Keeps `size` bytes of the workspace for all launches of the call: for the results of one that others read. */
+/* Keeps `size` bytes of the workspace for all launches of the call: for the results of one that others read. Returns
+ * where they begin. */
 size_t skl_select_keep(const choice *s, size_t size);
+
+/* Keeps what a launch stores for the others. */
 void skl_select_keep_workspace(const choice *s, skl_cuda_launch *launch, size_t size);
 
 /* Gives a launch `size` bytes for itself. Launches run one after another and share these bytes. */
 void skl_select_give_workspace(const choice *s, skl_cuda_launch *launch, size_t size);
-
-/* Puts the bytes of each launch after what is kept, once all launches are known. */
-void skl_select_lay_out_workspace(skl_cuda_launches *launches);
 
 /* LSEs of a teacher group for each block of a general forward, bytes. */
 size_t skl_select_general_lse_size(const choice *s);
@@ -75,8 +64,8 @@ bool skl_select_has_no_window(const skl_problem *p);
  * keys, f32 sums of dk included. */
 int32_t skl_select_head_group(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b);
 
-/* Splits the keys of each query tile over `blocks` blocks. Returns the bytes of their states. */
-size_t skl_select_split(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks);
+/* Splits the keys of each query tile over `blocks` blocks per SM, whose states go to the workspace. */
+void skl_select_split(const choice *s, skl_cuda_launch *launch, int64_t tile_rows, int64_t blocks);
 
 /* Blocks that keep an SM of Hopper busy, one at a time. A one-sided mask leaves tiles half of the longest one's keys
  * on average: then two, or the longest tile takes as long as all of them together. */
@@ -95,12 +84,18 @@ typedef struct wanted_side {
 wanted_side skl_select_wanted(const choice *s, bool of_teacher);
 
 void skl_select_add_forward(const choice *s);
-void skl_select_add_dq(const choice *s, const wanted_side *side, const char *reason, bool kl);
-void skl_select_add_dk(const choice *s, const wanted_side *side, const char *reason);
+
+/* Bytes of f32 sums of dk of one side, in the workspace; 0: dk is f32 and holds its own sums. */
+size_t skl_select_dk_sums_size(const skl_problem *p, bool of_teacher);
+
+/* The gradients of a side. `why_split`: why dq and dk do not come out of one kernel; NULL: they do. `kl`: the kernel
+ * of dq also stores rows.kl. */
+void skl_select_add_gradients(const choice *s, const wanted_side *side, const char *why_split, bool kl);
+
 void skl_select_attention(const choice *s);
 
 /* The student's attention, forward or backward, that carries the KL, or a refusal. */
-void skl_select_carried(choice *s);
+void skl_select_carried(const choice *s);
 
 /* ---- groups.c: teacher groups and indexers --------------------------------------------------------------------- */
 

@@ -28,14 +28,7 @@ const char *skl_cuda_device_names(void)
 
 /* ---- Tensors --------------------------------------------------------------------------------------------------- */
 
-const skl_cuda_layout skl_cuda_aligned = {~0U, ~0U, ~0U, ~0U};
-
-/* Every row begins at a multiple of `bytes`. */
-static bool has_rows_at(uintptr_t bytes, const void *data, size_t size, const int64_t (*strides)[3])
-{
-    const uint64_t offsets = (uint64_t)(*strides)[0] | (uint64_t)(*strides)[1] | (uint64_t)(*strides)[2];
-    return ((uintptr_t)data | (uintptr_t)(offsets * size)) % bytes == 0;
-}
+const skl_cuda_layout skl_cuda_aligned = {~0U, ~0U};
 
 bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
                             skl_tensor_rows shape)
@@ -52,67 +45,54 @@ bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t di
     return fits;
 }
 
-typedef struct tensor_facts {
-    const skl_input *tensor;
-    uint32_t bit;
-    skl_dtype dtype;
-    int64_t dim, heads;
-    bool of_keys;
-} tensor_facts;
-
-static void look_at_input(skl_cuda_layout *layout, const skl_problem *p, const tensor_facts *t)
+/* Clears the bits of a tensor of this type and shape for what its address and strides do not allow. */
+static void look_at(skl_cuda_layout *layout, uint32_t bit, const skl_input *tensor, skl_dtype dtype, int64_t dim,
+                    int64_t heads, skl_tensor_rows shape)
 {
-    const int64_t strides[3] = {t->tensor->stride_batch, t->tensor->stride_head, t->tensor->stride_row};
-    if (!has_rows_at(16, t->tensor->data, skl_dtype_size(t->dtype), &strides))
-        layout->copied &= ~t->bit;
-    if (!skl_cuda_tma_addresses(t->dtype, t->tensor, t->dim, t->heads,
-                                t->of_keys ? skl_key_rows(p) : skl_query_rows(p)))
-        layout->addressed &= ~t->bit;
+    const bool is_input = (bit & SKL_TENSOR_INPUTS) != 0, is_sum = (bit & (SKL_DK_T | SKL_DK_S)) && dtype == SKL_F32;
+    const uint64_t size = skl_dtype_size(dtype), unit = is_input ? 16 : 2 * size;
+    const uint64_t offsets =
+        (uint64_t)tensor->stride_batch | (uint64_t)tensor->stride_head | (uint64_t)tensor->stride_row;
+    if (((uintptr_t)tensor->data | offsets * size) % unit != 0)
+        layout->aligned &= ~bit;
+    if ((is_input || is_sum) && !skl_cuda_tma_addresses(dtype, tensor, dim, heads, shape))
+        layout->tma &= ~bit;
 }
 
-static void look_at_gradient(skl_cuda_layout *layout, const skl_problem *p, const skl_output *gradient, uint32_t bit,
-                             skl_dtype dtype, int64_t dim, int64_t key_heads)
+static void look_at_gradient(skl_cuda_layout *layout, uint32_t bit, const skl_output *gradient, skl_dtype dtype,
+                             int64_t dim, int64_t heads, skl_tensor_rows shape)
 {
-    const skl_dtype type = skl_grad_dtype(p, dtype);
-    const size_t size = skl_dtype_size(type);
-    const int64_t strides[3] = {gradient->stride_batch, gradient->stride_head, gradient->stride_row};
-    const skl_input sums = {gradient->data, strides[0], strides[1], strides[2]};
-    if (gradient->data == NULL)
-        return;
-    if (!has_rows_at(2 * size, gradient->data, size, &strides))
-        layout->paired &= ~bit;
-    if (type == SKL_F32 && !skl_cuda_tma_addresses(SKL_F32, &sums, dim, key_heads, skl_key_rows(p)))
-        layout->summed &= ~bit;
+    const skl_input tensor = {gradient->data, gradient->stride_batch, gradient->stride_head, gradient->stride_row};
+    if (gradient->data != NULL)
+        look_at(layout, bit, &tensor, dtype, dim, heads, shape);
 }
 
 skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
 {
     const skl_inputs *const in = &call->inputs;
     const skl_gradients *const out = &call->gradients;
-    const skl_attention *const attention = call->attention;
-    const tensor_facts tensors[] = {{&in->q_t, SKL_TENSOR_Q_T, p->dtype_t, p->dim_t, p->heads_t, false},
-                                    {&in->k_t, SKL_TENSOR_K_T, p->dtype_t, p->dim_t, p->key_heads_t, true},
-                                    {&in->q_s, SKL_TENSOR_Q_S, p->dtype_s, p->dim_s, skl_query_heads_s(p), false},
-                                    {&in->k_s, SKL_TENSOR_K_S, p->dtype_s, p->dim_s, p->key_heads_s, true}};
+    const skl_attention *const of_s = call->attention;
+    const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
+    const skl_dtype type_t = skl_grad_dtype(p, p->dtype_t), type_s = skl_grad_dtype(p, p->dtype_s);
     skl_cuda_layout layout = skl_cuda_aligned;
-    for (size_t i = 0; i < sizeof tensors / sizeof tensors[0]; i++)
-        look_at_input(&layout, p, &tensors[i]);
-    look_at_gradient(&layout, p, &out->dq_t, SKL_DQ_T, p->dtype_t, p->dim_t, p->key_heads_t);
-    look_at_gradient(&layout, p, &out->dk_t, SKL_DK_T, p->dtype_t, p->dim_t, p->key_heads_t);
-    look_at_gradient(&layout, p, &out->dq_s, SKL_DQ_S, p->dtype_s, p->dim_s, p->key_heads_s);
-    look_at_gradient(&layout, p, &out->dk_s, SKL_DK_S, p->dtype_s, p->dim_s, p->key_heads_s);
-    if (attention == NULL)
+    look_at(&layout, SKL_TENSOR_Q_T, &in->q_t, p->dtype_t, p->dim_t, p->heads_t, queries);
+    look_at(&layout, SKL_TENSOR_K_T, &in->k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys);
+    look_at(&layout, SKL_TENSOR_Q_S, &in->q_s, p->dtype_s, p->dim_s, skl_query_heads_s(p), queries);
+    look_at(&layout, SKL_TENSOR_K_S, &in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
+    look_at_gradient(&layout, SKL_DQ_T, &out->dq_t, type_t, p->dim_t, p->heads_t, queries);
+    look_at_gradient(&layout, SKL_DK_T, &out->dk_t, type_t, p->dim_t, p->key_heads_t, keys);
+    look_at_gradient(&layout, SKL_DQ_S, &out->dq_s, type_s, p->dim_s, skl_query_heads_s(p), queries);
+    look_at_gradient(&layout, SKL_DK_S, &out->dk_s, type_s, p->dim_s, p->key_heads_s, keys);
+    if (of_s == NULL)
         return layout;
     const bool forward = call->op == SKL_OP_ATTENTION_FORWARD;
     const skl_output *const o_s = &call->o_s;
     const skl_input made = {o_s->data, o_s->stride_batch, o_s->stride_head, o_s->stride_row};
-    const tensor_facts values[] = {
-        {&attention->v_s, SKL_TENSOR_V_S, p->dtype_s, p->dim_s, p->key_heads_s, true},
-        {forward ? &made : &attention->o_s, SKL_TENSOR_O_S, p->dtype_s, p->dim_s, p->heads_s, false},
-        {&attention->do_s, SKL_TENSOR_DO_S, p->dtype_s, p->dim_s, p->heads_s, false}};
-    for (size_t i = 0; i < (forward ? 2 : 3); i++)
-        look_at_input(&layout, p, &values[i]);
-    look_at_gradient(&layout, p, &attention->dv_s, SKL_DV_S, p->dtype_s, p->dim_s, p->key_heads_s);
+    look_at(&layout, SKL_TENSOR_V_S, &of_s->v_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_TENSOR_O_S, forward ? &made : &of_s->o_s, p->dtype_s, p->dim_s, p->heads_s, queries);
+    if (!forward)
+        look_at(&layout, SKL_TENSOR_DO_S, &of_s->do_s, p->dtype_s, p->dim_s, p->heads_s, queries);
+    look_at_gradient(&layout, SKL_DV_S, &of_s->dv_s, type_s, p->dim_s, p->key_heads_s, keys);
     return layout;
 }
 

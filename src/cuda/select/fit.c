@@ -13,32 +13,12 @@ bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability)
     return capability >= kernel->capability && capability < kernel->capability_end;
 }
 
-bool skl_select_is_general(const skl_cuda_kernel *kernel)
-{
-    return kernel->dim_max == 0;
-}
-
-bool skl_select_is_tma_kernel(const skl_cuda_kernel *kernel)
-{
-    return kernel->capability == SKL_CAPABILITY_sm90;
-}
-
-bool skl_select_has_two_terms(const skl_cuda_kernel *kernel)
-{
-    return !skl_select_is_general(kernel) && kernel->dtype == SKL_F32;
-}
-
 bool skl_select_is_capped(const skl_problem *p)
 {
     return skl_caps_logits(p->softcap_t) || skl_caps_logits(p->softcap_s);
 }
 
-bool skl_select_is_attention_with_groups(const skl_problem *p)
-{
-    return !skl_is_indexer(p) && skl_group_size(p) > 1;
-}
-
-static uint32_t work_of(const skl_problem *p)
+uint32_t skl_cuda_work_of(const skl_problem *p)
 {
     if (skl_is_indexer(p))
         return p->top_k > 0 ? SKL_DOES_SPARSE : SKL_DOES_DENSE;
@@ -83,90 +63,64 @@ static bool fits_dims(const skl_cuda_kernel *kernel, const skl_problem *p)
     return large <= kernel->dim_max && (kernel->small_dim_max == 0 || small <= kernel->small_dim_max);
 }
 
-/* What a problem needs of a kernel, in the order in which an explanation names the first thing that is missing. */
-enum { HAS_TYPES, HAS_COPIES, HAS_DIMS, HAS_SOFTCAP, HAS_DIRECTION, HAS_GROUP, HAS_TILE_NUMBERS, HAS_ALL };
+enum { ALL_NEEDS = 7 };
 
-static const char *const no_tensor_cores[HAS_ALL] = {
-    [HAS_TYPES] = "f32 or mixed types: no tensor cores for this problem on this GPU; bf16 or f16 has them",
-    [HAS_COPIES] = "a head size is not a multiple of 8: no tensor cores",
-    [HAS_DIMS] = "a head size above those of the kernels for this problem: no tensor cores",
-    [HAS_SOFTCAP] = "a softcap: no tensor cores for this problem",
-    [HAS_DIRECTION] = "the reverse KL: no tensor cores for this problem",
-    [HAS_GROUP] = "teacher groups of this size: no tensor cores",
-    [HAS_TILE_NUMBERS] = "sizes beyond 32-bit tile numbers: no tensor cores"};
-
-/* The first thing that a kernel lacks for a problem; HAS_ALL: nothing. */
-static int first_missing(const skl_cuda_kernel *kernel, const skl_problem *p)
+/* How many of the needs of a problem a kernel meets, up to the first that it does not, which *missing explains. */
+static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const char **missing)
 {
-    const bool terms = skl_select_has_two_terms(kernel), reverse = p->direction == SKL_KL_REVERSE;
-    const bool queries_in_memory = (kernel->does & SKL_DOES_GROUPS) != 0 && kernel->fused != NULL;
-    const bool has[HAS_ALL] = {[HAS_TYPES] = terms || (p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype),
-                               [HAS_COPIES] =
-                                   terms || (p->dim_t % ELEMENTS_16_BYTES == 0 && p->dim_s % ELEMENTS_16_BYTES == 0),
-                               [HAS_DIMS] = fits_dims(kernel, p),
-                               [HAS_SOFTCAP] = kernel->softcap || !skl_select_is_capped(p),
-                               [HAS_DIRECTION] = kernel->reverse || !reverse,
-                               [HAS_GROUP] = (kernel->group_max == 0 || skl_group_size(p) <= kernel->group_max) &&
-                                             (!queries_in_memory || fits_group_memory(p)),
-                               [HAS_TILE_NUMBERS] = fits_tile_numbers(kernel, p)};
+    const bool terms = kernel->two_terms, queries_in_memory = kernel->does & SKL_DOES_GROUPS && kernel->fused != NULL;
+    const struct {
+        bool met;
+        const char *missing;
+    } needs[ALL_NEEDS] = {
+        {terms || (p->dtype_t == kernel->dtype && p->dtype_s == kernel->dtype),
+         "f32 or mixed types: no tensor cores for this problem on this GPU; bf16 or f16 has them"},
+        {terms || (p->dim_t % ELEMENTS_16_BYTES == 0 && p->dim_s % ELEMENTS_16_BYTES == 0),
+         "a head size is not a multiple of 8: no tensor cores"},
+        {fits_dims(kernel, p), "a head size above those of the kernels for this problem: no tensor cores"},
+        {kernel->softcap || !skl_select_is_capped(p), "a softcap: no tensor cores for this problem"},
+        {kernel->reverse || p->direction != SKL_KL_REVERSE, "the reverse KL: no tensor cores for this problem"},
+        {(kernel->group_max == 0 || skl_group_size(p) <= kernel->group_max) &&
+             (!queries_in_memory || fits_group_memory(p)),
+         "teacher groups of this size: no tensor cores"},
+        {fits_tile_numbers(kernel, p), "sizes beyond 32-bit tile numbers: no tensor cores"}};
     int n = 0;
-    while (n < HAS_ALL && has[n])
+    while (n < ALL_NEEDS && needs[n].met)
         n++;
+    *missing = n < ALL_NEEDS ? needs[n].missing : NULL;
     return n;
 }
 
-static bool fits(const skl_cuda_kernel *kernel, const skl_problem *p, uint32_t work)
+static uint32_t work_of_row(const skl_cuda_kernel *kernel)
 {
-    return (kernel->does & work) != 0 && (skl_select_is_general(kernel) || first_missing(kernel, p) == HAS_ALL);
+    return kernel->does | (kernel->dk != NULL ? SKL_DOES_DK : 0U) | (kernel->fused == NULL ? SKL_DOES_ORDERED : 0U);
 }
 
-/* The first kernel of the list that fits, from row `from` on; NULL: none. */
-static const skl_cuda_kernel *next_fit(int32_t *from, const skl_problem *p, int capability, uint32_t work)
+const skl_cuda_kernel *skl_cuda_find_kernel(const skl_problem *p, int capability, uint32_t work, const char *name)
 {
     const skl_cuda_kernel *kernel = NULL;
-    while ((kernel = skl_cuda_kernel_at((*from)++)) != NULL)
-        if (skl_cuda_runs_on(kernel, capability) && fits(kernel, p, work))
+    const char *missing = NULL;
+    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++)
+        if (skl_cuda_runs_on(kernel, capability) && (work_of_row(kernel) & work) == work &&
+            (name == NULL || strcmp(name, kernel->name) == 0) &&
+            (kernel->general || needs_met(kernel, p, &missing) == ALL_NEEDS))
             break;
     return kernel;
 }
 
-const skl_cuda_kernel *skl_select_first(const skl_problem *p, int capability, uint32_t work,
-                                        bool (*wants)(const skl_cuda_kernel *kernel))
+const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
 {
-    int32_t row = 0;
-    const skl_cuda_kernel *kernel = next_fit(&row, p, capability, work);
-    while (kernel != NULL && wants != NULL && !wants(kernel))
-        kernel = next_fit(&row, p, capability, work);
-    return kernel;
+    return skl_cuda_find_kernel(p, SKL_CAPABILITY_sm80, skl_cuda_work_of(p), NULL);
 }
 
-const skl_cuda_kernel *skl_cuda_select_kernel(const skl_problem *p, int capability, const char *name)
+const skl_cuda_kernel *skl_select_without_strips(const skl_problem *p)
 {
-    int32_t row = 0;
-    const skl_cuda_kernel *kernel = next_fit(&row, p, capability, work_of(p));
-    while (kernel != NULL && name != NULL && strcmp(name, kernel->name) != 0)
-        kernel = next_fit(&row, p, capability, work_of(p));
-    return kernel;
+    return skl_cuda_find_kernel(p, SKL_CAPABILITY_sm80, SKL_DOES_GROUPS | SKL_DOES_DK, NULL);
 }
 
 bool skl_select_only_lse_s(const skl_cuda_request *request)
 {
     return request->op == SKL_OP_FORWARD && (request->rows & ~(uint32_t)SKL_ROW_LSE_S) == 0;
-}
-
-const skl_cuda_kernel *skl_select_without_tma(const skl_problem *p)
-{
-    return skl_cuda_select_kernel(p, SKL_CAPABILITY_sm80, NULL);
-}
-
-static bool has_no_strips(const skl_cuda_kernel *kernel)
-{
-    return kernel->gradients == NULL;
-}
-
-const skl_cuda_kernel *skl_select_without_strips(const skl_problem *p)
-{
-    return skl_select_first(p, SKL_CAPABILITY_sm80, SKL_DOES_GROUPS, has_no_strips);
 }
 
 /* ---- Reasons --------------------------------------------------------------------------------------------------- */
@@ -175,21 +129,28 @@ const skl_cuda_kernel *skl_select_without_strips(const skl_problem *p)
 static const char *why_general(const choice *s)
 {
     const skl_cuda_kernel *kernel = NULL;
-    int closest = HAS_TYPES;
-    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL && !skl_select_is_general(kernel); i++)
-        if (skl_cuda_runs_on(kernel, s->device->capability) && kernel->does & work_of(s->problem))
-            closest = (int)skl_max(closest, first_missing(kernel, s->problem));
-    return no_tensor_cores[closest];
+    const char *reason = NULL, *missing = NULL;
+    int closest = -1;
+    for (int32_t i = 0; (kernel = skl_cuda_kernel_at(i)) != NULL; i++) {
+        const bool compared =
+            !kernel->general && skl_cuda_runs_on(kernel, s->device->capability) && kernel->does & s->work;
+        const int met = compared ? needs_met(kernel, s->problem, &missing) : -1;
+        if (met > closest) {
+            closest = met;
+            reason = missing;
+        }
+    }
+    return reason;
 }
 
 static const char *why_kernel(const choice *s)
 {
-    if (s->request->named)
+    if (s->target->named)
         return "the kernel was named by the caller";
-    if (skl_select_is_general(s->kernel))
+    if (s->kernel->general)
         return why_general(s);
-    return skl_select_has_two_terms(s->kernel) ? "f32, mixed types or an odd head size: two-term rows"
-                                               : "best kernel for this type, head size and GPU";
+    return s->kernel->two_terms ? "f32, mixed types or an odd head size: two-term rows"
+                                : "best kernel for this type, head size and GPU";
 }
 
 /* Why tensor-core kernels cannot copy the call's tensors, 16 bytes at a time, or store pairs of its gradients; NULL:
@@ -199,20 +160,17 @@ static const char *why_misaligned(const skl_cuda_layout *layout)
     static const struct {
         uint32_t tensor;
         const char *why;
-    } inputs[] = {{SKL_TENSOR_Q_T, "q_t: address or strides not a multiple of 16 bytes: general kernel"},
-                  {SKL_TENSOR_K_T, "k_t: address or strides not a multiple of 16 bytes: general kernel"},
-                  {SKL_TENSOR_Q_S, "q_s: address or strides not a multiple of 16 bytes: general kernel"},
-                  {SKL_TENSOR_K_S, "k_s: address or strides not a multiple of 16 bytes: general kernel"}},
-      gradients[] = {{SKL_DQ_T, "dq_t: a row begins at an odd element: general kernel"},
-                     {SKL_DK_T, "dk_t: a row begins at an odd element: general kernel"},
-                     {SKL_DQ_S, "dq_s: a row begins at an odd element: general kernel"},
-                     {SKL_DK_S, "dk_s: a row begins at an odd element: general kernel"}};
-    for (size_t i = 0; i < sizeof inputs / sizeof inputs[0]; i++)
-        if ((layout->copied & inputs[i].tensor) == 0)
-            return inputs[i].why;
-    for (size_t i = 0; i < sizeof gradients / sizeof gradients[0]; i++)
-        if ((layout->paired & gradients[i].tensor) == 0)
-            return gradients[i].why;
+    } reasons[] = {{SKL_TENSOR_Q_T, "q_t: address or strides not a multiple of 16 bytes: general kernel"},
+                   {SKL_TENSOR_K_T, "k_t: address or strides not a multiple of 16 bytes: general kernel"},
+                   {SKL_TENSOR_Q_S, "q_s: address or strides not a multiple of 16 bytes: general kernel"},
+                   {SKL_TENSOR_K_S, "k_s: address or strides not a multiple of 16 bytes: general kernel"},
+                   {SKL_DQ_T, "dq_t: a row begins at an odd element: general kernel"},
+                   {SKL_DK_T, "dk_t: a row begins at an odd element: general kernel"},
+                   {SKL_DQ_S, "dq_s: a row begins at an odd element: general kernel"},
+                   {SKL_DK_S, "dk_s: a row begins at an odd element: general kernel"}};
+    for (size_t i = 0; i < sizeof reasons / sizeof reasons[0]; i++)
+        if ((layout->aligned & reasons[i].tensor) == 0)
+            return reasons[i].why;
     return NULL;
 }
 
@@ -223,10 +181,9 @@ static const char *why_no_tma(const choice *s)
     const uint32_t of_student = SKL_TENSOR_Q_S | SKL_TENSOR_K_S, of_teacher = SKL_TENSOR_Q_T | SKL_TENSOR_K_T;
     if (!s->some_rows || !s->some_keys)
         return "no queries or no keys: mma.sync kernel";
-    if ((s->layout->addressed & of_student) != of_student)
+    if ((s->layout->tma & of_student) != of_student)
         return "TMA cannot address q_s or k_s: mma.sync kernel";
-    if ((s->layout->addressed & of_teacher) != of_teacher &&
-        !(skl_is_indexer(p) && skl_select_only_lse_s(s->request)))
+    if ((s->layout->tma & of_teacher) != of_teacher && !(skl_is_indexer(p) && skl_select_only_lse_s(s->request)))
         return "TMA cannot address q_t or k_t: mma.sync kernel";
     if (p->row_bounds && s->gradients && s->kernel->dq != NULL && s->kernel->dtype == SKL_F16 &&
         s->kernel->dim_max == SKL_SM90_UNBOUNDED_F16_DIM)
@@ -234,35 +191,24 @@ static const char *why_no_tma(const choice *s)
     return NULL;
 }
 
-static void take_general(choice *s, const char *reason)
-{
-    s->kernel = skl_cuda_general_for(s->problem);
-    s->reason = reason;
-}
-
 void skl_select_fit(choice *s)
 {
     const skl_problem *const p = s->problem;
-    s->kernel = s->request->kernel;
+    s->kernel = s->target->kernel;
     s->reason = why_kernel(s);
-    if (skl_select_is_general(s->kernel))
+    if (s->kernel->general)
         return;
-    if (skl_select_has_two_terms(s->kernel)) { /* two-term rows are aligned, whatever they are made of */
-        if (!s->some_rows || !s->some_keys)
-            take_general(s, "no queries or no keys: general kernel");
-        return;
-    }
-    const char *const misaligned = why_misaligned(s->layout);
-    if (misaligned != NULL) {
-        take_general(s, misaligned);
-        return;
-    }
-    const bool groups = skl_select_is_attention_with_groups(p);
-    const char *const no_tma = skl_select_is_tma_kernel(s->kernel) ? why_no_tma(s) : NULL;
-    if (no_tma != NULL) {
-        s->kernel = groups && s->kernel->fused != NULL ? skl_select_without_strips(p) : skl_select_without_tma(p);
+    /* Two-term rows are aligned, whatever they are made of. */
+    const char *no_copies = s->kernel->two_terms ? NULL : why_misaligned(s->layout);
+    const char *const no_tma = s->kernel->tma && !s->kernel->two_terms ? why_no_tma(s) : NULL;
+    if (no_copies == NULL && (s->kernel->two_terms || s->work == SKL_DOES_GROUPS) && (!s->some_rows || !s->some_keys))
+        no_copies = "no queries or no keys: general kernel";
+    if (no_copies != NULL) {
+        s->kernel = skl_cuda_find_kernel(p, SKL_CAPABILITY_sm80, s->work, skl_cuda_general.name);
+        s->reason = no_copies;
+    } else if (no_tma != NULL) {
+        const bool groups = s->work == SKL_DOES_GROUPS && s->kernel->fused != NULL;
+        s->kernel = groups ? skl_select_without_strips(p) : skl_select_without_tma(p);
         s->reason = no_tma;
     }
-    if (groups && (!s->some_rows || !s->some_keys))
-        take_general(s, "no queries or no keys: general kernel");
 }

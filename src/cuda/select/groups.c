@@ -36,11 +36,12 @@ static void add_lse(const choice *s, bool of_teacher, const char *reason)
     choice forward = *s;
     forward.problem = &halves.problem;
     forward.request = &request;
+    forward.work = SKL_DOES_ATTENTION;
     forward.capped = skl_select_is_capped(&halves.problem);
     forward.gradients = false;
-    const int capability = s->request->named ? s->kernel->capability : s->device->capability;
-    forward.kernel = skl_cuda_select_kernel(&halves.problem, capability, NULL);
-    if (skl_select_is_tma_kernel(forward.kernel) && (s->layout->addressed & tensors) != tensors)
+    const int capability = s->target->named ? s->kernel->capability : s->device->capability;
+    forward.kernel = skl_cuda_find_kernel(&halves.problem, capability, forward.work, NULL);
+    if (forward.kernel->tma && (s->layout->tma & tensors) != tensors)
         forward.kernel = skl_select_without_tma(&halves.problem);
     forward.reason = reason;
     skl_cuda_launch *const launch = &s->launches->at[s->launches->count];
@@ -93,7 +94,7 @@ static skl_sparse_layout fused_sparse_layout_of(const choice *s, bool gradients,
     skl_sparse_layout layout = {.chunk = {.rows = rows, .count = rows}, .num_blocks = s->device->sm_count};
     if (gradients) {
         layout.chunk.count = skl_max(1, skl_min(rows, SKL_SPARSE_DY_SIZE / dy_size));
-        layout.chunk.dy = sums_dk ? skl_cuda_dk_sums_size(p, false) : 0;
+        layout.chunk.dy = sums_dk ? skl_select_dk_sums_size(p, false) : 0;
         layout.scores_at = layout.chunk.dy + skl_aligned_size((size_t)(layout.chunk.count * dy_size));
     }
     layout.end = layout.scores_at + (size_t)layout.num_blocks * (size_t)p->top_k * SKL_SPARSE_SCORE_SIZE;
@@ -114,7 +115,7 @@ static void add_indexer_launch(const choice *s, const char *step, bool gradients
 {
     const skl_problem *const p = s->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
-    const bool general = skl_select_is_general(kernel);
+    const bool general = kernel->general;
     if (kernel->fused != NULL) {
         add_fused_indexer_launch(s, step, gradients);
         return;
@@ -148,15 +149,12 @@ static bool wants_only_lses(const choice *s)
 
 static void add_tiled_rows(const choice *s)
 {
-    const skl_problem *const p = s->problem;
     skl_cuda_launch *const launch = add_rows_launch(s, s->capped ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS);
-    const bool hopper = skl_select_is_tma_kernel(s->kernel);
+    const bool hopper = s->kernel->tma;
     const int64_t tile_rows = hopper ? SKL_GROUP_TILE : SKL_GROUP_TILES_ROWS;
     const int64_t blocks_per_sm = hopper ? 1 : SKL_GROUP_TILES_BLOCKS;
     launch->head_group = skl_select_head_group(s, tile_rows * blocks_per_sm, 2, 2);
-    const size_t states_size =
-        skl_select_split(launch, p, tile_rows, s->device->sm_count * blocks_per_sm * skl_select_blocks_to_fill(p));
-    skl_select_give_workspace(s, launch, states_size);
+    skl_select_split(s, launch, tile_rows, blocks_per_sm * skl_select_blocks_to_fill(s->problem));
 }
 
 static void add_rows(const choice *s, bool dots)
@@ -166,29 +164,17 @@ static void add_rows(const choice *s, bool dots)
             add_lse(s, true, "no KL is wanted: LSEs only");
         if (s->request->rows & SKL_ROW_LSE_S)
             add_lse(s, false, "no KL is wanted: LSEs only");
-    } else if (skl_select_is_general(s->kernel)) {
-        skl_select_add_forward(s);
-    } else if (s->kernel->both_sides) {
+    } else if (s->kernel->gradients == NULL) {
+        s->kernel->general ? skl_select_add_forward(s) : add_tiled_rows(s);
+    } else if (s->kernel->does & SKL_DOES_TEACHER) {
         skl_cuda_launch *const launch = add_rows_launch(s, SKL_VARIANT_ROWS);
         set_strips(s, launch, skl_strip_ratio_rows_layout(s->problem, s->device->sm_count, dots));
-    } else if (s->kernel->gradients != NULL) {
-        add_indexer_launch(s, "forward", false);
     } else {
-        add_tiled_rows(s);
+        add_indexer_launch(s, "forward", false);
     }
 }
 
 /* ---- Gradients ------------------------------------------------------------------------------------------------- */
-
-static bool has_both_sides(const skl_cuda_kernel *kernel)
-{
-    return kernel->both_sides;
-}
-
-static bool is_deterministic(const skl_cuda_kernel *kernel)
-{
-    return kernel->fused == NULL;
-}
 
 /* The kernel for dot_t and for the teacher's gradients. */
 static choice teacher_choice(const choice *s)
@@ -196,11 +182,11 @@ static choice teacher_choice(const choice *s)
     const skl_problem *const p = s->problem;
     const bool in_plan = (p->gradients & (SKL_DQ_T | SKL_DK_T)) != 0;
     choice result = *s;
-    if (skl_select_is_general(s->kernel))
+    if (s->kernel->general)
         return result;
-    result.kernel =
-        in_plan ? skl_select_first(p, SKL_CAPABILITY_sm80, SKL_DOES_GROUPS, has_both_sides) : skl_cuda_general;
-    result.reason = !skl_select_is_general(result.kernel) ? "teacher gradients of a group: in strips"
+    result.kernel = in_plan ? skl_cuda_find_kernel(p, SKL_CAPABILITY_sm80, SKL_DOES_GROUPS | SKL_DOES_TEACHER, NULL)
+                            : &skl_cuda_general;
+    result.reason = !result.kernel->general ? "teacher gradients of a group: in strips"
                     : in_plan ? "teacher gradients of a group with more than 128 dimensions: no tensor cores"
                               : "rows.dot_t without teacher gradients of the plan: no tensor cores";
     return result;
@@ -210,38 +196,24 @@ static choice teacher_choice(const choice *s)
 static choice student_choice(const choice *s, const wanted_side *student)
 {
     choice result = *s;
-    if (s->kernel->fused != NULL && s->request->deterministic) {
-        result.kernel = skl_select_first(s->problem, SKL_CAPABILITY_sm90, SKL_DOES_GROUPS, is_deterministic);
+    if (s->kernel->fused != NULL && s->target->deterministic) {
+        result.kernel =
+            skl_cuda_find_kernel(s->problem, SKL_CAPABILITY_sm90, SKL_DOES_GROUPS | SKL_DOES_ORDERED, NULL);
         result.reason = "deterministic: no sums by atomic additions";
-    } else if (s->kernel->fused != NULL && student->dk && (s->layout->summed & SKL_DK_S) == 0) {
+    } else if (s->kernel->fused != NULL && student->dk && (s->layout->tma & SKL_DK_S) == 0) {
         result.kernel = skl_select_without_strips(s->problem);
         result.reason = "TMA cannot add to dk_s: separate dq and dk";
     }
     return result;
 }
 
-static void add_gradients(const choice *s, const wanted_side *side, const char *step, bool kl)
+/* `rows`: the launch gives row results, too. */
+static void add_gradients(const choice *s, const wanted_side *side, bool rows)
 {
     const skl_cuda_kernel *const kernel = s->kernel;
-    if (skl_select_is_general(kernel)) {
-        if (side->dq && s->some_rows)
-            skl_select_add_dq(s, side, s->reason, false);
-        if (side->dk && s->some_keys)
-            skl_select_add_dk(s, side, s->reason);
-    } else if (kernel->fused != NULL) {
-        skl_cuda_launch *const launch =
-            skl_select_add(s, "dq_s and dk_s", kernel, kernel->fused,
-                           s->capped ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, s->reason);
-        launch->kl_in_backward = kl;
-        launch->sums_dk = side->dk;
-        launch->head_group = skl_select_head_group(s, SKL_SM90_BACKWARD_ROWS, 2, 2 + 4);
-        skl_select_give_workspace(s, launch, side->dk ? skl_cuda_dk_sums_size(s->problem, false) : 0);
-    } else if (kernel->dq != NULL) {
-        if (side->dq)
-            skl_select_add(s, "dq_s", kernel, kernel->dq, SKL_VARIANT_DQ_GROUPS, s->reason)->kl_in_backward = kl;
-        if (side->dk)
-            skl_select_add(s, "dk_s", kernel, kernel->dk, SKL_VARIANT_DK_GROUPS, s->reason)->streams_queries = true;
-    } else if (kernel->both_sides) {
+    if (kernel->gradients == NULL) {
+        skl_select_add_gradients(s, side, kernel->fused == NULL ? s->reason : NULL, rows);
+    } else if (kernel->does & SKL_DOES_TEACHER) {
         skl_cuda_launch *const launch =
             skl_select_add(s, side->of_teacher ? "gradients of the teacher" : "gradients of the student", kernel,
                            kernel->gradients, SKL_VARIANT_GRADIENTS, s->reason);
@@ -249,14 +221,14 @@ static void add_gradients(const choice *s, const wanted_side *side, const char *
         launch->streams_queries = true;
         set_strips(s, launch, skl_strip_ratio_gradients_layout(s->problem, s->device->sm_count, side->of_teacher));
     } else {
-        add_indexer_launch(s, step, true);
+        add_indexer_launch(s, rows ? "forward and gradients" : "gradients", true);
     }
 }
 
 /* One launch gives row results and the student's gradients. */
 static bool gives_rows_with_gradients(const skl_cuda_kernel *kernel, const wanted_side *student)
 {
-    return !skl_select_is_general(kernel) && !kernel->both_sides &&
+    return !kernel->general && !(kernel->does & SKL_DOES_TEACHER) &&
            (kernel->fused != NULL || kernel->gradients != NULL || student->dq);
 }
 
@@ -265,15 +237,14 @@ void skl_select_groups(const choice *s)
     const wanted_side student = skl_select_wanted(s, false), teacher = skl_select_wanted(s, true);
     const choice of_student = student_choice(s, &student), of_teacher = teacher_choice(s);
     const bool of_s = (student.dq && s->some_rows) || (student.dk && s->some_keys);
-    const bool rows = s->rows && s->some_rows, dots = rows && s->request->rows & SKL_ROW_DOT_T;
-    const bool rows_in_gradients = rows && of_s && !dots && gives_rows_with_gradients(of_student.kernel, &student);
-    if (rows && !rows_in_gradients)
+    const bool dots = s->rows && s->request->rows & SKL_ROW_DOT_T;
+    const bool rows_in_gradients = s->rows && of_s && !dots && gives_rows_with_gradients(of_student.kernel, &student);
+    if (s->rows && s->some_rows && !rows_in_gradients)
         add_rows(dots ? &of_teacher : s, dots);
     if (of_s)
-        add_gradients(&of_student, &student, rows_in_gradients ? "forward and gradients" : "gradients",
-                      rows_in_gradients);
+        add_gradients(&of_student, &student, rows_in_gradients);
     if (teacher.dq || teacher.dk)
-        add_gradients(&of_teacher, &teacher, "", false);
+        add_gradients(&of_teacher, &teacher, false);
 }
 
 /* ---- Indexers -------------------------------------------------------------------------------------------------- */
@@ -284,9 +255,9 @@ static choice gradients_choice(const choice *s)
 {
     const bool sums = s->kernel->fused != NULL && (s->request->gradients & SKL_DK_S) != 0;
     choice result = *s;
-    if (sums && s->request->deterministic)
+    if (sums && s->target->deterministic)
         result.reason = "deterministic: no sums by atomic additions";
-    else if (sums && (s->layout->summed & SKL_DK_S) == 0)
+    else if (sums && (s->layout->tma & SKL_DK_S) == 0)
         result.reason = "dk_s: rows not at multiples of 16 bytes, no sums by atomic additions";
     else
         return result;
@@ -300,7 +271,7 @@ void skl_select_indexer(const choice *s)
     const bool of_queries = s->some_rows && gradients & (SKL_DQ_S | SKL_DW_S);
     const bool of_keys = s->some_keys && gradients & SKL_DK_S;
     /* On tensor cores one launch gives gradients and rows. */
-    const bool rows_in_gradients = !skl_select_is_general(s->kernel) && (of_queries || of_keys);
+    const bool rows_in_gradients = !s->kernel->general && (of_queries || of_keys);
     if (s->rows && s->some_rows && !rows_in_gradients)
         add_indexer_launch(s, "forward", false);
     const choice of_gradients = gradients_choice(s);

@@ -65,7 +65,7 @@ static void add_bounds(const choice *s)
         return;
     const int64_t keys = p->packed ? p->total_k : p->batch * p->len_k;
     skl_cuda_launch *const added =
-        skl_select_add(s, "bounds", skl_cuda_general, skl_cuda_bounds_by_key, SKL_VARIANT_BOUNDS,
+        skl_select_add(s, "bounds", &skl_cuda_general, skl_cuda_bounds_by_key, SKL_VARIANT_BOUNDS,
                        "kernels with tiles of keys need the queries that attend to each key");
     skl_select_keep_workspace(s, added, 2 * (size_t)keys * sizeof(int32_t));
     launches->key_bounds_at = added->workspace_at;
@@ -84,15 +84,26 @@ static bool has_rows(const skl_cuda_request *request)
     return request->op != SKL_OP_BACKWARD && (!skl_op_is_one_pass(request->op) || (request->rows & of_one_pass) != 0);
 }
 
-void skl_cuda_select(const skl_problem *p, const skl_cuda_request *request, const skl_cuda_layout *layout,
-                     const skl_cuda_device *device, skl_cuda_launches *launches)
+/* Puts the bytes of each launch after what is kept. */
+static void lay_out_workspace(skl_cuda_launches *launches)
+{
+    for (int n = 0; n < launches->count; n++)
+        if (!launches->at[n].keeps_workspace)
+            launches->at[n].workspace_at = launches->kept_size;
+    launches->workspace_size = launches->kept_size + launches->private_size;
+}
+
+void skl_cuda_select(const skl_problem *p, const skl_cuda_target *target, const skl_cuda_request *request,
+                     const skl_cuda_layout *layout, skl_cuda_launches *launches)
 {
     memset(launches, 0, offsetof(skl_cuda_launches, at));
     choice s = {.problem = p,
+                .target = target,
+                .device = &target->device,
                 .request = request,
                 .layout = layout,
-                .device = device,
                 .launches = launches,
+                .work = skl_cuda_work_of(p),
                 .some_rows = p->batch > 0 && p->len_q > 0,
                 .some_keys = p->batch > 0 && p->len_k > 0,
                 .rows = has_rows(request),
@@ -100,19 +111,19 @@ void skl_cuda_select(const skl_problem *p, const skl_cuda_request *request, cons
                 .capped = skl_select_is_capped(p)};
     skl_select_fit(&s);
     if (p->packed)
-        skl_select_add(&s, "tails", skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
+        skl_select_add(&s, "tails", &skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,
                        "rows after the last packed sequence become 0");
     const bool carried = skl_op_is_attention(request->op);
-    if (skl_select_has_two_terms(s.kernel) && !carried)
+    if (s.kernel->two_terms && !carried)
         add_terms(&s);
     if (carried)
         skl_select_carried(&s);
     else if (skl_is_indexer(p))
         skl_select_indexer(&s);
-    else if (skl_select_is_attention_with_groups(p) && !skl_select_is_general(s.kernel))
+    else if (s.work == SKL_DOES_GROUPS && !s.kernel->general)
         skl_select_groups(&s);
     else
         skl_select_attention(&s);
     add_bounds(&s);
-    skl_select_lay_out_workspace(launches);
+    lay_out_workspace(launches);
 }

@@ -45,14 +45,6 @@ void skl_select_give_workspace(const choice *s, skl_cuda_launch *launch, size_t 
     s->launches->private_size = aligned > s->launches->private_size ? aligned : s->launches->private_size;
 }
 
-void skl_select_lay_out_workspace(skl_cuda_launches *launches)
-{
-    for (int n = 0; n < launches->count; n++)
-        if (!launches->at[n].keeps_workspace)
-            launches->at[n].workspace_at = launches->kept_size;
-    launches->workspace_size = launches->kept_size + launches->private_size;
-}
-
 size_t skl_select_general_lse_size(const choice *s)
 {
     return (size_t)s->device->sm_count * SKL_GENERAL_BLOCKS_PER_SM * (size_t)skl_group_size(s->problem) *
@@ -98,7 +90,7 @@ int32_t skl_select_head_group(const choice *s, int64_t tile_rows, int64_t bytes_
     const skl_problem *const p = s->problem;
     const bool reverse = p->direction == SKL_KL_REVERSE;
     const int64_t bytes_t = reverse ? bytes_b : bytes_a, bytes_s = reverse ? bytes_a : bytes_b;
-    const int64_t terms = skl_select_has_two_terms(s->kernel) ? 2 * s->kernel->dim_max : 0;
+    const int64_t terms = s->kernel->two_terms ? 2 * s->kernel->dim_max : 0;
     const int64_t keys_t = p->len_k * (terms > 0 ? terms : p->dim_t) * bytes_t;
     const int64_t keys_s = p->len_k * (terms > 0 ? terms : p->dim_s) * bytes_s;
     const int64_t heads_per_key_t = p->heads_t / p->key_heads_t, heads_per_key_s = p->heads_s / p->key_heads_s;
@@ -106,12 +98,13 @@ int32_t skl_select_head_group(const choice *s, int64_t tile_rows, int64_t bytes_
                          keys_t * skl_group_size(p) / heads_per_key_t + keys_s / heads_per_key_s);
 }
 
-size_t skl_select_split(skl_cuda_launch *launch, const skl_problem *p, int64_t tile_rows, int64_t blocks)
+void skl_select_split(const choice *s, skl_cuda_launch *launch, int64_t tile_rows, int64_t blocks)
 {
-    const int64_t keys_min = 256, tiles = skl_select_query_tiles(p, tile_rows); /* enough keys for each split */
-    launch->num_splits = (int32_t)skl_max(1, skl_min(blocks / tiles, p->len_k / keys_min));
+    const int64_t keys_min = 256; /* enough keys for each split */
+    const int64_t tiles = skl_select_query_tiles(s->problem, tile_rows), all = s->device->sm_count * blocks;
+    launch->num_splits = (int32_t)skl_max(1, skl_min(all / tiles, s->problem->len_k / keys_min));
     if (launch->num_splits == 1)
-        return 0;
+        return;
     launch->reason = "too few query tiles to fill the GPU: their keys are split";
-    return (size_t)(tiles * launch->num_splits * tile_rows) * sizeof(skl_row_state);
+    skl_select_give_workspace(s, launch, (size_t)(tiles * launch->num_splits * tile_rows) * sizeof(skl_row_state));
 }

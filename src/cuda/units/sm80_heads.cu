@@ -28,8 +28,8 @@ cudaError_t launch_gradient_of(const char *kernel, const skl_cuda_params *params
                .dk = SKL_LAUNCHER(sm80, type, dim, sm80::launch_gradient_of<SKL_ELEMENT(type), dim, true>))
 
 #define SKL_SM80_GROUPS(type)                                                                                        \
-    SKL_KERNEL(sm80, type, groups, "teacher groups, dim <= 128", .does = SKL_DOES_GROUPS,                            \
-               .dim_max = SKL_GROUP_DIM_MAX, .softcap = true, .reverse = true, .both_sides = true,                   \
+    SKL_KERNEL(sm80, type, groups, "teacher groups, dim <= 128", .does = SKL_DOES_GROUPS | SKL_DOES_TEACHER,         \
+               .dim_max = SKL_GROUP_DIM_MAX, .softcap = true, .reverse = true,                                       \
                .forward = SKL_LAUNCHER(sm80, type, groups, sm80::launch_ratio_rows<SKL_ELEMENT(type)>),              \
                .gradients = SKL_LAUNCHER(sm80, type, groups, sm80::launch_ratio_gradients<SKL_ELEMENT(type)>))
 

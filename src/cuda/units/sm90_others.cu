@@ -15,9 +15,8 @@
 SKL_SM90_ATTENTION(bf16)
 SKL_SM90_ATTENTION(f16)
 
-SKL_KERNEL(sm90, bf16, joint, "gradients of both sides, dim <= 128", .does = SKL_DOES_JOINT,
-           .dim_max = SKL_SM90_JOINT_DIM_MAX, .reverse = true,
-           .fused = SKL_LAUNCHER(sm90, bf16, joint, sm90::launch_joint_backward<skl_bf16>))
+SKL_KERNEL(sm90, bf16, joint, "gradients of both sides, dim <= 128", .does = SKL_DOES_JOINT, .dim_max = 128,
+           .reverse = true, .fused = SKL_LAUNCHER(sm90, bf16, joint, sm90::launch_joint_backward<skl_bf16>))
 
 SKL_KERNEL(sm90, bf16, strips, "dense indexers, large teacher groups", .does = SKL_DOES_DENSE | SKL_DOES_GROUPS,
            .dim_max = SKL_STRIP_DIM_MAX,
