@@ -70,11 +70,10 @@ static void test_needs_by_hand(void **state)
 
         const skl_needs needs = skl_needs_of(&problem, SKL_OP_FORWARD_BACKWARD, rule->gradients);
         assert_true(needs.gradients);
-        assert_int_equal(needs.teacher, (rule->gradients & (SKL_DQ_T | SKL_DK_T)) != 0);
-        assert_int_equal(needs.student, (rule->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S)) != 0);
-        assert_int_equal(needs.rows_first, (rule->backward & ~(uint32_t)LSES) != 0);
+        assert_int_equal(needs.kl, (rule->backward & SKL_ROW_KL) != 0);
+        assert_int_equal(needs.dot_t, (rule->backward & SKL_ROW_DOT_T) != 0);
         const skl_needs forward = skl_needs_of(&problem, SKL_OP_FORWARD, rule->gradients);
-        assert_false(forward.gradients || forward.teacher || forward.student || forward.rows_first);
+        assert_false(forward.gradients || forward.kl || forward.dot_t);
     }
 }
 
@@ -201,13 +200,13 @@ static void test_needs_of_a_call(void **state)
     skl_call call = {.op = SKL_OP_FORWARD_BACKWARD};
     assert_false(skl_call_has_rows(&call));
     assert_int_equal(skl_gradient_bits(&call.gradients), 0);
-    assert_false(skl_call_needs(&problem, &call).rows_first);
+    assert_false(skl_call_needs(&problem, &call).kl);
     call.gradients.dq_s.data = &buffer;
     assert_int_equal(skl_gradient_bits(&call.gradients), SKL_DQ_S);
-    assert_false(skl_call_needs(&problem, &call).rows_first);
+    assert_false(skl_call_needs(&problem, &call).kl);
     call.gradients.dk_t.data = call.gradients.dw_s.data = &buffer;
     assert_int_equal(skl_gradient_bits(&call.gradients), SKL_DQ_S | SKL_DK_T | SKL_DW_S);
-    assert_true(skl_call_needs(&problem, &call).rows_first);
+    assert_true(skl_call_needs(&problem, &call).kl);
 
     skl_output *const results[] = {&call.rows.kl, &call.rows.dot_t, &call.rows.cross_entropy, &call.rows.entropy};
     for (size_t n = 0; n < COUNT_OF(results); n++) {

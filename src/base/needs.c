@@ -8,16 +8,12 @@ skl_needs skl_needs_of(const skl_problem *p, skl_op op, uint32_t gradients)
     const bool groups = skl_has_teacher_groups(p);
     const bool teacher = has_gradients && (gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T)) != 0;
     const bool student = has_gradients && (gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S)) != 0;
-    const bool kl = p->direction == SKL_KL_REVERSE ? student : teacher && !groups;
-    const bool dot_t = teacher && groups && !skl_is_indexer(p); /* an indexer's teacher is fixed */
     const skl_needs needs = {.gradients = has_gradients,
-                             .teacher = teacher,
-                             .student = student,
                              .lse_t = has_gradients || (op == SKL_OP_PARTIAL && groups),
                              .lse_s = has_gradients,
-                             .kl = kl,
-                             .dot_t = dot_t,
-                             .rows_first = kl || dot_t};
+                             .kl = p->direction == SKL_KL_REVERSE ? student : teacher && !groups,
+                             /* an indexer's teacher is fixed */
+                             .dot_t = teacher && groups && !skl_is_indexer(p)};
     return needs;
 }
 

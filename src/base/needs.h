@@ -12,14 +12,11 @@
 #include "base/backend.h"
 
 typedef struct skl_needs {
-    bool gradients;  /* the operation computes gradients, if any are requested */
-    bool teacher;    /* a gradient of q_t or k_t is requested */
-    bool student;    /* a gradient of q_s, k_s or w_s is requested */
-    bool lse_t;      /* inputs.lse_t is required */
-    bool lse_s;      /* inputs.lse_s is required */
-    bool kl;         /* gradients read the KL of their row: from inputs in a backward, else from rows */
-    bool dot_t;      /* gradients read dot_t, from the same place */
-    bool rows_first; /* kl or dot_t: rows are complete before their gradients start, so one pass cannot give both */
+    bool gradients; /* the operation computes gradients, if any are requested */
+    bool lse_t;     /* inputs.lse_t is required */
+    bool lse_s;     /* inputs.lse_s is required */
+    bool kl;        /* gradients read the KL of their row: from inputs in a backward, else from rows */
+    bool dot_t;     /* gradients read dot_t, from the same place */
 } skl_needs;
 
 /* `gradients` holds the SKL_DQ_T, ... that are requested; ignored by an operation without gradients. */
