@@ -83,36 +83,25 @@ static bool is_added_by_pairs(const skl_side *side, const float *rows, int64_t r
     return !side->on_matrix || any_nonfinite_halves(halves(rows) + row * padded(side->dim), 1, side->dim);
 }
 
-/* Where a packed operand of the matrix unit has element c of a key or of a query. */
-static uint16_t *packed_key(const skl_side *side, const float *k, int64_t j, int64_t c)
+/* Where the packed operand of the matrix unit has element c of a row: of keys for dq, of queries for dk. */
+static uint16_t *packed_element(const tile *t, const skl_side *side, const float *rows, int64_t row, int64_t c,
+                                bool dk)
 {
-    return transposed_keys(side, k) + c * TILE_K + j;
+    if (!dk)
+        return transposed_keys(side, rows) + c * TILE_K + row;
+    const int64_t block = row / MATRIX_INTERLEAVE * MATRIX_INTERLEAVE;
+    return interleaved_queries(t, side, rows) + block * padded(side->dim) + c * MATRIX_INTERLEAVE + row - block;
 }
 
-static uint16_t *packed_query(const tile *t, const skl_side *side, const float *q, int64_t i, int64_t c)
+/* In the operand of the matrix unit, replaces rows that are not finite by 0, or restores them. */
+static void set_nonfinite_rows(const tile *t, const skl_side *side, const float *rows, int64_t count, bool dk,
+                               bool to_zero)
 {
-    const int64_t block = i / MATRIX_INTERLEAVE * MATRIX_INTERLEAVE;
-    return interleaved_queries(t, side, q) + block * padded(side->dim) + c * MATRIX_INTERLEAVE + i - block;
-}
-
-/* In the operands of the matrix unit, replaces keys or queries that are not finite by 0, and restores them. */
-static void set_nonfinite_keys(const skl_side *side, const float *k, int64_t count, bool to_zero)
-{
-    for (int64_t j = 0; j < count; j++) {
-        if (!is_added_by_pairs(side, k, j))
+    for (int64_t row = 0; row < count; row++) {
+        if (!is_added_by_pairs(side, rows, row))
             continue;
         for (int64_t c = 0; c < side->dim; c++)
-            *packed_key(side, k, j, c) = to_zero ? 0 : halves(k)[j * padded(side->dim) + c];
-    }
-}
-
-static void set_nonfinite_queries(const tile *t, const skl_side *side, const float *q, bool to_zero)
-{
-    for (int64_t i = 0; i < t->count; i++) {
-        if (!is_added_by_pairs(side, q, i))
-            continue;
-        for (int64_t c = 0; c < side->dim; c++)
-            *packed_query(t, side, q, i, c) = to_zero ? 0 : halves(q)[i * padded(side->dim) + c];
+            *packed_element(t, side, rows, row, c, dk) = to_zero ? 0 : halves(rows)[row * padded(side->dim) + c];
     }
 }
 
@@ -180,22 +169,6 @@ static void add_product_to_dq(const tile *t, const skl_side *side, const key_til
         gemm_transposed_add(dq, width, g, t->height, k, width, t->count, side->dim, keys->count);
 }
 
-/* dq += g^T k */
-static void add_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
-                      const float *k)
-{
-    if (!must_skip_pairs(t, side, keys, k, keys->count)) {
-        add_product_to_dq(t, side, keys, dq, g, k);
-        return;
-    }
-    if (side->on_matrix) {
-        set_nonfinite_keys(side, k, keys->count, true);
-        add_product_to_dq(t, side, keys, dq, g, k);
-        set_nonfinite_keys(side, k, keys->count, false);
-    }
-    add_pairs_to_dq(t, side, keys, dq, g, k);
-}
-
 /* dk += g q for keys [first, first + count) of a tile. */
 static void add_rows_to_dk(const tile *t, const skl_side *side, float *dk, int64_t first, int64_t count,
                            const float *g, const float *q)
@@ -226,20 +199,38 @@ static void add_product_to_dk(const tile *t, const skl_side *side, const key_til
     }
 }
 
+typedef void gradient_step(const tile *t, const skl_side *side, const key_tile *keys, float *gradient, const float *g,
+                           const float *rows);
+
+static void add_to_gradient(const tile *t, const skl_side *side, const key_tile *keys, float *gradient,
+                            const float *g, const float *rows, bool dk)
+{
+    const int64_t count = dk ? t->count : keys->count;
+    const bool by_pairs = must_skip_pairs(t, side, keys, rows, count), by_both = by_pairs && side->on_matrix;
+    gradient_step *const add_product = dk ? add_product_to_dk : add_product_to_dq;
+    gradient_step *const add_pairs = dk ? add_pairs_to_dk : add_pairs_to_dq;
+    if (by_both)
+        set_nonfinite_rows(t, side, rows, count, dk, true);
+    if (!by_pairs || by_both)
+        add_product(t, side, keys, gradient, g, rows);
+    if (by_both)
+        set_nonfinite_rows(t, side, rows, count, dk, false);
+    if (by_pairs)
+        add_pairs(t, side, keys, gradient, g, rows);
+}
+
+/* dq += g^T k */
+static void add_to_dq(const tile *t, const skl_side *side, const key_tile *keys, float *dq, const float *g,
+                      const float *k)
+{
+    add_to_gradient(t, side, keys, dq, g, k, false);
+}
+
 /* dk += g q */
 static void add_to_dk(const tile *t, const skl_side *side, const key_tile *keys, float *dk, const float *g,
                       const float *q)
 {
-    if (!must_skip_pairs(t, side, keys, q, t->count)) {
-        add_product_to_dk(t, side, keys, dk, g, q);
-        return;
-    }
-    if (side->on_matrix) {
-        set_nonfinite_queries(t, side, q, true);
-        add_product_to_dk(t, side, keys, dk, g, q);
-        set_nonfinite_queries(t, side, q, false);
-    }
-    add_pairs_to_dk(t, side, keys, dk, g, q);
+    add_to_gradient(t, side, keys, dk, g, q, true);
 }
 
 static void clear_rows(float *rows, int64_t count, int64_t dim)
