@@ -119,7 +119,8 @@ class Carried(torch.autograd.Function):
         ctx.graph, ctx.of_kl = made.graph, made.of_kl
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, made.output, made.lse)
-        return made.output, q.new_zeros((), dtype=torch.float32) if slot.kl is None else slot.value()
+        # Not the tensor that the slot keeps: as an output it would refer to the graph.
+        return made.output, q.new_zeros((), dtype=torch.float32) if slot.kl is None else slot.value().detach()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
