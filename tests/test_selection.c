@@ -20,7 +20,8 @@
 #include "support.h"
 
 static const char *const gpus[] = {"a100", "b200", "h100", "h200", "l40s", "rtx5090"};
-static const char *const op_names[] = {"forward", "backward", "forward_backward", "partial", "attention_backward"};
+static const char *const op_names[] = {"forward", "backward",           "forward_backward",
+                                       "partial", "attention_backward", "attention_forward"};
 
 enum { GPU_COUNT = COUNT_OF(gpus), OP_COUNT = COUNT_OF(op_names), TEXT_SIZE = 8192 };
 

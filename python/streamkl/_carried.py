@@ -180,9 +180,9 @@ class _Forward(NamedTuple):
 def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
     """The forward of an attention whose KL is known. Three ways, the first that a device has:
 
-        the attention and the KL in one launch, and a backward that carries the gradient of the KL
-        torch's attention, a forward of the KL if its value is wanted, and the same backward
-        torch's attention with its own backward, and a one-pass call
+    the attention and the KL in one launch, and a backward that carries the gradient of the KL
+    torch's attention, a forward of the KL if its value is wanted, and the same backward
+    torch's attention with its own backward, and a one-pass call
     """
     plan = plan_for(specs_of(q_t=term.q_t, k_t=term.k_t, q_s=q, k_s=k, v_s=v, **term.lengths._asdict()), term.options)
     carries = supports(plan, lib.ATTENTION_BACKWARD)
@@ -197,7 +197,18 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
         if not term.with_value:
             return made
         kl, lse_t, lse = Operators.forward(
-            term.q_t, term.k_t, q, k, None, None, None, None, term.lse_t, lib.KL | BOTH_LSES, *term.lengths, *term.options
+            term.q_t,
+            term.k_t,
+            q,
+            k,
+            None,
+            None,
+            None,
+            None,
+            term.lse_t,
+            lib.KL | BOTH_LSES,
+            *term.lengths,
+            *term.options,
         )
     else:
         graph = _Graph(compute, term, q, k, v)
@@ -350,5 +361,6 @@ def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[torch.Tensor, 
         raise ValueError(
             "kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows"
         )
-    weight = torch.as_tensor(kl_weight, dtype=torch.float32, device=q.device).reshape(())
-    return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options)
+    # A number is filled in on the device: a copy from the host would wait for all that is queued there.
+    weight = kl_weight.to(q.device, torch.float32) if is_tensor else q.new_full((), kl_weight, dtype=torch.float32)
+    return weight.reshape(()), None if row_weight is None else expand_weight(row_weight, q, lengths, options)

@@ -115,7 +115,9 @@ def carries_kl(operands) -> bool:
     if operands.q_t.device.type == "cpu":
         return True
     tensors = {name: getattr(operands, name) for name in ("q_t", "k_t", "q_s", "k_s", "lse_t", "lse_s", "grad_kl")}
-    return supports(plan_for(specs_of(**tensors, **operands.lengths._asdict()), operands.options), lib.ATTENTION_BACKWARD)
+    return supports(
+        plan_for(specs_of(**tensors, **operands.lengths._asdict()), operands.options), lib.ATTENTION_BACKWARD
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -57,7 +57,8 @@ template <int DIM, int DIM_A> struct attention_forward_smem {
     uint64_t queries_full;
     block_tile tile;
     stage_schedule keys;
-    int needed; /* keys up to the last one that a query of the tile sees */
+    int queries; /* of the tile */
+    int needed;  /* keys up to the last one that a query of the tile sees */
     row_ranges<block_tile::ROWS> visible;
 };
 
@@ -183,15 +184,33 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
                 asm volatile("" : "+r"(s[k][reg]));
     }
 
-    /* Values of keys that no query of the tile sees: 0 times a value that is not finite would be NaN. Both warpgroups
-     * write the same zeros. */
-    __device__ void clear_unseen_values(int first, const position &at)
+    /* Whether a query of the tile sees a key. Ranges of visible keys begin and end later from row to row, so the last
+     * row whose range has begun is the one to ask. */
+    __device__ bool is_seen(int key) const
     {
-        const int seen = smem.needed - first;
-        for (int i = (int)(threadIdx.x % 128) + seen * 8; i < FORWARD_KEYS * 8; i += 128)
+        int begun = 0, end = smem.queries;
+        while (begun < end) {
+            const int row = (begun + end) / 2;
+            if (smem.visible.of(row).begin <= key)
+                begun = row + 1;
+            else
+                end = row;
+        }
+        return begun > 0 && smem.visible.of(begun - 1).end > key;
+    }
+
+    /* Clears the values of keys that no query of the tile sees: 0 times a value that is not finite would be NaN. Both
+     * warpgroups write the same zeros. Keys in the middle of a tile are hidden by row bounds alone. */
+    __device__ void clear_unseen_values(int n, const position &at)
+    {
+        const int first = keys.stage_at(n) * FORWARD_KEYS, key = (int)(threadIdx.x % 128);
+        if (n >= keys.masked_stages || (first + FORWARD_KEYS <= smem.needed && !params.problem.row_bounds))
+            return;
+        if (!is_seen(first + key))
 #pragma unroll
             for (int slab = 0; slab < DIM / 64; slab++)
-                ((uint4 *)(void *)smem.ring[at.slot].slabs[slab])[i] = make_uint4(0, 0, 0, 0);
+                for (int chunk = 0; chunk < 8; chunk++)
+                    ((uint4 *)(void *)smem.ring[at.slot].slabs[slab][key])[chunk] = make_uint4(0, 0, 0, 0);
         fence_proxy_async();
         named_barrier_sync(TURN + CONSUMERS + warpgroup, 128);
     }
@@ -325,8 +344,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
             release(of_x);
             add_tile(n);
             const position of_v = take();
-            if (n < keys.masked_stages && (keys.stage_at(n) + 1) * FORWARD_KEYS > smem.needed)
-                clear_unseen_values(keys.stage_at(n) * FORWARD_KEYS, of_v);
+            clear_unseen_values(n, of_v);
             of_y = take();
             wait_turn();
             wgmma_fence();
@@ -344,8 +362,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         const int last = keys.stages - 1;
         add_tile(last);
         const position of_v = take();
-        if (last < keys.masked_stages && (keys.stage_at(last) + 1) * FORWARD_KEYS > smem.needed)
-            clear_unseen_values(keys.stage_at(last) * FORWARD_KEYS, of_v);
+        clear_unseen_values(last, of_v);
         wait_turn();
         wgmma_fence();
         issue_out(of_v);
@@ -408,7 +425,8 @@ __global__ void __launch_bounds__(ATTENTION_FORWARD_THREADS, 1)
     if (threadIdx.x == 0) {
         smem.tile = tile;
         smem.keys = keys;
-        smem.needed = keys.band.of((int)skl_min(block_tile::ROWS, tile.sequence.query_count - tile.first) - 1).end;
+        smem.queries = (int)skl_min(block_tile::ROWS, tile.sequence.query_count - tile.first);
+        smem.needed = keys.band.of(smem.queries - 1).end;
         barrier_init(smem.queries_full, 1);
         smem.barriers.init(CONSUMERS * 4);
         barrier_init_fence();
