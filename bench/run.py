@@ -29,6 +29,7 @@ QUESTIONS = {
     "peers": "attention KL compared with PyTorch, Triton and attention kernels, in time and memory",
     "shapes": "shapes that distillation has: which are slow for their work?",
     "carried": "the KL inside an attention backward, compared with two calls",
+    "call": "what the loss adds to an attention, as Python calls it",
     "step": "what the loss adds to a training step",
     "indexer": "the loss of a sparse attention's indexer, compared with naive code",
     "zigzag": "the work of each rank of a context-parallel group: is it balanced?",

@@ -16,7 +16,7 @@ from harness.attention import Shape  # noqa: E402
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
 from harness.run import Result, Run  # noqa: E402
 from harness.timing import Prepared, Timing, repeats_of, time_alternately  # noqa: E402
-from questions import carried, indexer, peers, shapes, step, zigzag  # noqa: E402
+from questions import call, carried, indexer, peers, shapes, step, zigzag  # noqa: E402
 
 # ---- The command line ----------------------------------------------------------------------------------------------
 
@@ -81,6 +81,7 @@ def test_a_dry_run_lists_the_cases(capsys):
         (peers, "peers"),
         (shapes, "shapes"),
         (carried, "carried"),
+        (call, "call"),
         (step, "step"),
         (indexer, "indexer"),
         (zigzag, "zigzag"),

@@ -20,7 +20,7 @@ from harness.run import Run  # noqa: E402
 from harness.timing import Prepared  # noqa: E402
 from peers.attention import PEERS  # noqa: E402
 from peers.linearard import linearard  # noqa: E402
-from questions import carried, cpu_attention, indexer, overhead, peers, shapes, step  # noqa: E402
+from questions import call, carried, cpu_attention, indexer, overhead, peers, shapes, step  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -229,6 +229,18 @@ def test_methods_of_the_carried_kl(case):
     assert [row["method"] for row in result.rows] == [*others, carried.CARRIED, carried.WITH_KL]
     assert all(float(row["ms"]) > 0 for row in result.rows) and bool(result.lines) == bool(others)
     assert carried.added_percent(0.5, 1.5, 1.75) == 12.5
+
+
+# ---- The public call -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [call.CASES[4], call.CASES[5]], ids=lambda case: case.name)
+def test_calls_of_the_attention_with_its_kl(case):
+    tiny = dict(length=24, dim_t=16, dim_s=16, heads_t=8, key_heads_t=4, heads_s=8 // (case.heads_t // case.heads_s))
+    result = call.measure(replace(case, key_heads_s=tiny["heads_s"] // 2, **tiny), run_of(call))
+    assert not result.wrong
+    assert [row["method"] for row in result.rows] == [call.ALONE, call.GRADIENT, call.VALUE, call.NO_LSE, call.APART]
+    assert result.rows[0]["added"] == "+0" and all(float(row["ms"]) > 0 for row in result.rows)
 
 
 # ---- Indexers ------------------------------------------------------------------------------------------------------
