@@ -35,9 +35,9 @@ class Term:
     lengths: Lengths
     options: Any  # Options
     with_value: bool = True  # the KL of each row is still to be computed
-    packs_batch: bool = (
-        False  # lengths are those of packed sequences, in which the rows of the batch follow each other
-    )
+    # The lengths are those of packed sequences, in which the rows of the batch follow each other.
+    packs_batch: bool = False
+    _weights: torch.Tensor | None = None  # see weights()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, length, ...] as [heads, batch * length, ...]."""
@@ -52,13 +52,16 @@ class Term:
         return lib.KL if self.with_value or self.options.direction == KL_REVERSE else 0
 
     def weights(self, lse_s: torch.Tensor) -> torch.Tensor:
-        """The factor of each KL in the loss: one number, or one per row."""
+        """The factor of each KL in the loss: one number, or one per row. Computed once."""
+        if self._weights is not None:
+            return self._weights
         weight = self.kl_weight if self.row_weight is None else self.kl_weight * self.row_weight
-        if not self.is_mean:
-            return weight
-        everywhere = attends_everywhere(self.q_t, self.k_t, self.lengths, self.options)
-        total = total_weight(lse_s, None if everywhere else lse_s, self.row_weight, self.lengths)
-        return weight / (nonzero(total) if isinstance(total, torch.Tensor) else max(total, 1))
+        if self.is_mean:
+            everywhere = attends_everywhere(self.q_t, self.k_t, self.lengths, self.options)
+            total = total_weight(lse_s, None if everywhere else lse_s, self.row_weight, self.lengths)
+            weight = weight / (nonzero(total) if isinstance(total, torch.Tensor) else max(total, 1))
+        self._weights = weight
+        return weight
 
 
 class Slot:

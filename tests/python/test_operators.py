@@ -63,6 +63,7 @@ OPERATORS = {
         "forward",
         "backward",
         "forward_backward",
+        "attention_forward",
         "attention_backward",
         "partial",
         "states_finish",
@@ -88,7 +89,7 @@ def call_of(problem, operator):
     if operator == "states_merge":
         states = torch.randn(3, 7, 5)
         return dict(states=states, others=torch.randn(3, 7, 5)) if problem == "attention" else None
-    if operator == "attention_backward":
+    if operator in ("attention_forward", "attention_backward"):
         if problem in ("teacher groups", "sinks", "indexer"):
             return None
         inputs, options = inputs | values(inputs), options | dict(gradients=STUDENT | DV_S)
@@ -139,7 +140,13 @@ WRONG = {
 
 
 def outcome(operator, call):
-    answer = OPERATORS[operator](*call.values())
+    """The results. A CPU has no kernel for attention_forward: it refuses valid tensors by name, and has none."""
+    try:
+        answer = OPERATORS[operator](*call.values())
+    except RuntimeError as error:
+        if operator == "attention_forward" and "skl_attention_forward on a CPU" in str(error):
+            return []
+        raise
     return [answer] if isinstance(answer, torch.Tensor) else answer
 
 
