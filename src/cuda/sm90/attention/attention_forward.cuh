@@ -62,8 +62,8 @@ template <int DIM, int DIM_A> struct attention_forward_smem {
     row_ranges<block_tile::ROWS> visible;
 };
 
-/* Position in the ring. */
-template <int DEPTH> struct ring_position {
+/* Position in the ring of key tiles. */
+template <int DEPTH> struct key_ring_position {
     int slot, phase;
 
     __device__ void advance()
@@ -94,7 +94,7 @@ __device__ inline void produce_keys(const forward_params &params, const attentio
     barrier_expect_tx(smem.queries_full, smem.q_a.SIZE + smem.q_b.SIZE);
     load_slabs(smem.q_b.slabs, maps.q_b, coord.query, coord.head, coord.batch, smem.queries_full);
     load_slabs(smem.q_a.slabs, maps.q_a, coord.query, coord.head, coord.batch, smem.queries_full);
-    ring_position<smem.DEPTH> at = {0, 0};
+    key_ring_position<smem.DEPTH> at = {0, 0};
     for (int n = 0; n < keys.stages; n++) {
         const int row = keys.row_at(n, FORWARD_KEYS);
 #pragma unroll
@@ -114,7 +114,7 @@ __device__ inline void produce_keys(const forward_params &params, const attentio
 
 template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     typedef attention_forward_smem<DIM, DIM_A> memory;
-    typedef ring_position<memory::DEPTH> position;
+    typedef key_ring_position<memory::DEPTH> position;
     enum { TURN = 1 }; /* the first of two named barriers */
 
     const forward_params &params;
