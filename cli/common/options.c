@@ -27,9 +27,12 @@ const char *parse_string(const char *text, void *value)
 const char *parse_float(const char *text, void *value)
 {
     char *end;
+    errno = 0;
     const float number = strtof(text, &end);
     if (end == text || *end || !isfinite(number))
         return "a number";
+    if (number == 0 && errno == ERANGE)
+        return "0 or a number that does not round to 0"; /* 0 often stands for the default */
     *(float *)value = number;
     return NULL;
 }

@@ -39,7 +39,7 @@ extern const cli_option engine_options[];  /* of an skl_options: device, threads
 
 option_parser parse_flag;   /* int32_t, set to 1; for options without an argument */
 option_parser parse_string; /* const char *, not copied */
-option_parser parse_float;  /* float, finite */
+option_parser parse_float;  /* float, finite; refuses what rounds to 0 without being 0 */
 option_parser parse_int32;  /* int32_t, 0 or more */
 option_parser parse_int64;  /* int64_t */
 option_parser parse_count;  /* int64_t, 1 or more */
