@@ -95,11 +95,19 @@ static bool is_stale(int fd)
            flock(fd, LOCK_EX | LOCK_NB) == 0;
 }
 
-static void remove_if_stale(int folder, const char *name)
+/* A commit takes milliseconds. The only name of a file stays: an old file that could not be restored has no other. */
+static bool is_stale_backup(int folder, const char *name)
 {
     const time_t saved = backup_time(name);
-    if (saved > 0 && time(NULL) - saved > stale_age)
-        unlinkat(folder, name, 0); /* a commit takes milliseconds */
+    struct stat status;
+    return saved > 0 && time(NULL) - saved > stale_age &&
+           fstatat(folder, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && status.st_nlink > 1;
+}
+
+static void remove_if_stale(int folder, const char *name)
+{
+    if (is_stale_backup(folder, name))
+        unlinkat(folder, name, 0);
     if (!is_temporary(name))
         return;
     const int fd = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
@@ -224,11 +232,16 @@ static void save_old(new_file *file)
     file->existed = file->saved || errno != ENOENT;
 }
 
-static void restore(new_file *file)
+/* Adds to the message of `error` where the old file is, if it cannot get its name back. */
+static void restore(new_file *file, tensor_error *error)
 {
-    if (file->committed && file->saved)
-        file->saved = rename(file->backup, file->path) != 0;
-    else if (file->committed && !file->existed)
+    if (file->committed && file->saved) {
+        file->saved = false; /* file_set_free() must not remove the only name of the old file */
+        const tensor_error cause = *error;
+        if (rename(file->backup, file->path) != 0)
+            tensor_refuse(error, file->path, "cannot restore the old file, which is now %s next to it: %s; %s",
+                          file->backup + directory_length(file->backup), strerror(errno), cause.text);
+    } else if (file->committed && !file->existed)
         unlink(file->path); /* a part of the files would look like success */
 }
 
@@ -244,7 +257,7 @@ bool file_set_commit(file_set *set, tensor_error *error)
             tensor_refuse(error, file->path, "cannot rename the temporary file: %s", strerror(errno));
     }
     for (new_file *file = set->first; file && !committed; file = file->next)
-        restore(file);
+        restore(file, error);
     return committed;
 }
 

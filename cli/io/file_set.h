@@ -24,14 +24,15 @@ int file_set_add(file_set *set, const char *path, tensor_error *error);
 /* Closes the last file that was added: network file systems report a full disk here. */
 bool file_set_close(file_set *set, tensor_error *error);
 
-/* Renames all files. If one cannot be renamed, restores those before it. Only a kill within this call can leave some
- * of the files new and others old. */
+/* Renames all files. If one cannot be renamed, restores those before it; the message names every old file that cannot
+ * be restored, and its backup. Otherwise only a kill within this call can leave some of the files new and others
+ * old. */
 bool file_set_commit(file_set *set, tensor_error *error);
 
 void file_set_free(file_set *set);
 
 /* Removes what killed processes left in the folder of `path`: temporary files that are unlocked and an hour old, and
- * links to old files that a commit made more than an hour ago. */
+ * links to old files that a commit made more than an hour ago, unless such a link is the only name of its file. */
 void file_set_clean(const char *path);
 
 #endif

@@ -3,7 +3,7 @@
  *     STREAMKL_INJECT="CALL NUMBER ACTION"    CALL is a name below, "allocate", or "any" that changes files
  *     STREAMKL_INJECT_MARK=FILE               is created when the call with that number, counted from 1, comes
  *
- * ACTION is an errno; "kill" (SIGKILL before the call); for write "short" (all calls take one byte at most); for mmap
+ * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call); for write "short" (all calls take one byte at most); for mmap
  * "truncate" (the file is cut in half after it is mapped) or "rewrite" (its last byte changes). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -68,7 +68,9 @@ static bool is_chosen(const char *call, bool changes_files)
 {
     if (!plan.active || !(strcmp(plan.call, call) == 0 || (changes_files && strcmp(plan.call, "any") == 0)))
         return false;
-    if (atomic_fetch_add(&plan.count, 1) + 1 != plan.number)
+    const long number = atomic_fetch_add(&plan.count, 1) + 1;
+    const bool repeats = plan.action[strlen(plan.action) - 1] == '+';
+    if (repeats ? number < plan.number : number != plan.number)
         return false;
     const char *const mark = getenv("STREAMKL_INJECT_MARK");
     if (mark)

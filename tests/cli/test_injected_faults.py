@@ -70,6 +70,17 @@ def test_failing_calls(command, call, number):
         assert_failed(command, at, done, os.strerror(number))
 
 
+def test_restore_fails(command):
+    """No later rename works either: every old file still exists, and the message names those that have another name."""
+    for at, done in inject.runs("rename", f"{errno.EIO}+", command.arguments, command.restore, command.mark):
+        assert done.returncode == 5 and len(done.stderr.splitlines()) == 1, (at, done.returncode, done.stderr)
+        now = command.outputs()
+        backups = [name for name in now if name not in command.old]
+        assert all(name in done.stderr for name in backups), (at, backups, done.stderr)
+        assert len(backups) == at - 1, at
+        assert sorted(set(now.values()) & set(command.old.values())) == sorted(set(command.old.values())), at
+
+
 def test_close_fails(command):
     """Network file systems report a full disk here. An input may fail to close."""
     failed = 0

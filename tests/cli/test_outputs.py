@@ -95,7 +95,9 @@ def test_leftovers_are_removed_and_block_nothing(pair):
     backup = ".streamkl-{:x}-0123456789abcdef.old".format  # a link to a file that is being replaced
     kept = [".streamkl-new.tmp", "streamkl-1.tmp", backup(int(time.time())), backup(2**63 - 1), backup(1) + "er", ".streamkl-1.old"]
     for name in [backup(1), backup(int(time.time()) - 7200), *kept[2:]]:
-        (pair.parent / name).write_text("old contents")
+        os.link(pair, pair.parent / name)
+    kept.append(backup(2))
+    (pair.parent / backup(2)).write_text("an old file that has no other name")
     done = run("map", pair, "--png", pair.parent / "x")
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(pair.parent)) == sorted([pair.name, *kept, "x-p.png", "x-s.png", "x-kl.png"])
