@@ -18,7 +18,7 @@ struct mapped_file {
     void *bytes;
     size_t size;
     int fd;                           /* for mapped_file_unchanged() */
-    struct timespec modified;         /* when the file was opened */
+    struct stat opened;               /* status of the file when it was opened */
     volatile sig_atomic_t unreadable; /* a page was; now all of them are zeros */
 };
 
@@ -81,12 +81,10 @@ static const char *problem_of(int fd, struct stat *status)
 
 static bool map(mapped_file *file, const char *path, tensor_error *error)
 {
-    struct stat status;
-    const char *const problem = problem_of(file->fd, &status);
+    const char *const problem = problem_of(file->fd, &file->opened);
     if (problem)
         return tensor_refuse(error, path, "%s", problem);
-    file->size = (size_t)status.st_size;
-    file->modified = status.st_mtim;
+    file->size = (size_t)file->opened.st_size;
     file->bytes = mmap(NULL, file->size, PROT_READ, MAP_PRIVATE, file->fd, 0);
     if (file->bytes == MAP_FAILED)
         return tensor_refuse(error, path, "cannot map %zu bytes: %s", file->size, strerror(errno));
@@ -143,6 +141,8 @@ static bool same_time(struct timespec a, struct timespec b)
     return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec;
 }
 
+/* Who writes a file can restore its modification time, but not its change time. Another file of the same name, and
+ * every link, also set the change time; they change the number of links, too. */
 bool mapped_file_unchanged(const mapped_file *file, const char *path, tensor_error *error)
 {
     struct stat status;
@@ -151,7 +151,11 @@ bool mapped_file_unchanged(const mapped_file *file, const char *path, tensor_err
     if ((size_t)status.st_size != file->size)
         return tensor_refuse(error, path, "had %zu bytes and now has %lld: must not change while it is read",
                              file->size, (long long)status.st_size);
-    if (!same_time(status.st_mtim, file->modified))
+    if (!same_time(status.st_mtim, file->opened.st_mtim))
         return tensor_refuse(error, path, "was written while it was read: must not change");
-    return !file->unreadable || tensor_refuse(error, path, "cannot read: %s", strerror(EIO));
+    if (file->unreadable)
+        return tensor_refuse(error, path, "cannot read: %s", strerror(EIO));
+    if (!same_time(status.st_ctim, file->opened.st_ctim) && status.st_nlink == file->opened.st_nlink)
+        return tensor_refuse(error, path, "its content or attributes changed while it was read: must not change");
+    return true;
 }

@@ -4,7 +4,8 @@
  *     STREAMKL_INJECT_MARK=FILE               is created when the call with that number, counted from 1, comes
  *
  * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call); for write "short" (all calls take one byte at most); for mmap
- * "truncate" (the file is cut in half after it is mapped) or "rewrite" (its last byte changes). */
+ * "truncate" (the file is cut in half after it is mapped) "rewrite" (its last byte changes) or "rewrite_hidden" (and the
+ * modification time is restored). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -182,9 +183,12 @@ static void change(int fd)
         abort();
     if (action_is("truncate") && truncate(path, status.st_size / 2) != 0)
         abort();
-    if (action_is("rewrite")) {
+    if (action_is("rewrite") || action_is("rewrite_hidden")) {
         const int other = REAL(open)(path, O_WRONLY);
         if (pwrite(other, "\x3f", 1, status.st_size - 1) != 1)
+            abort();
+        const struct timespec times[2] = {status.st_atim, status.st_mtim};
+        if (action_is("rewrite_hidden") && futimens(other, times) != 0)
             abort();
         REAL(close)(other);
     }
