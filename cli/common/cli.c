@@ -86,7 +86,9 @@ static void check_json(bool complete)
 
 json_t *cli_json_number(double value)
 {
-    return isfinite(value) ? json_real(value) : json_null();
+    if (isfinite(value))
+        return json_real(value);
+    return json_string(isnan(value) ? "NaN" : value > 0 ? "Infinity" : "-Infinity");
 }
 
 json_t *cli_json_path(const char *path)

@@ -43,7 +43,8 @@ const char *cli_status_text(void);
 void *cli_allocate(size_t size, const char *what);
 void *cli_allocate_zeros(size_t count, size_t size, const char *what);
 
-/* JSON has no NaN and no infinity: both become null. */
+/* JSON numbers are finite: other values become the strings "NaN", "Infinity" and "-Infinity", which float() of Python
+ * and Number() of JavaScript accept. */
 json_t *cli_json_number(double value);
 
 /* The name of a file. JSON is UTF-8: in a name that is not, bytes beyond ASCII become '?'. */

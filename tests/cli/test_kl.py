@@ -224,16 +224,22 @@ def test_nan_in_a_padded_key_changes_nothing(tmp_path):
     assert clean["kl"] == dirty["kl"]
 
 
-def test_nan_in_a_query_is_null_in_valid_json(tmp_path):
+def test_nan_in_a_query_is_a_string_in_valid_json(tmp_path):
     tensors = make_tensors(seed=12)
     tensors["q_s"][0, 1, 5] = np.nan
     path = save(tmp_path / "in.safetensors", tensors)
     mean = kl_json(path)
-    assert mean["kl"] is None
+    assert mean["kl"] == "NaN"
     assert mean["nonfinite_rows"] == 1
     rows = kl_json(path, "--reduction", "none")["kl"]
-    assert rows[0][1][5] is None
-    assert sum(value is None for heads in rows for row in heads for value in row) == 1
+    assert rows[0][1][5] == "NaN"
+    assert sum(isinstance(value, str) for heads in rows for row in heads for value in row) == 1
+
+
+def test_infinite_kl_is_a_string_in_valid_json(pair):
+    """The sink of the teacher is an outcome that the student does not have."""
+    answer = kl_json(pair, "--sink-t=0,0", "--sink-s=-inf,-inf", "--reduction", "sum")
+    assert answer["kl"] == "Infinity"
 
 
 def test_no_visible_keys(pair, tmp_path):
