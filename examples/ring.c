@@ -92,7 +92,7 @@ int main(void)
         skl_plan *const plan = plan_of(n * KEYS, KEYS);
         backward(plan, inputs_of(n * KEYS, KEYS), lse_t, lse_s, part[0], dk[n * KEYS], KEYS, workspace, size);
         for (int i = 0; i < N * DIM; i++)
-            dq[0][i] += part[0][i];
+            dq[i / DIM][i % DIM] += part[i / DIM][i % DIM];
         skl_plan_destroy(plan);
     }
 
@@ -100,8 +100,9 @@ int main(void)
     for (int i = 0; i < N; i++)
         worst[0] = fmaxf(worst[0], fabsf(kl[i] - whole_kl[i]));
     for (int i = 0; i < N * DIM; i++) {
-        worst[1] = fmaxf(worst[1], fabsf(dq[0][i] - whole_dq[0][i]));
-        worst[2] = fmaxf(worst[2], fabsf(dk[0][i] - whole_dk[0][i]));
+        const int row = i / DIM, d = i % DIM;
+        worst[1] = fmaxf(worst[1], fabsf(dq[row][d] - whole_dq[row][d]));
+        worst[2] = fmaxf(worst[2], fabsf(dk[row][d] - whole_dk[row][d]));
     }
     printf("largest differences: KL %.1e, dq %.1e, dk %.1e\n", worst[0], worst[1], worst[2]);
     skl_plan_destroy(whole);
