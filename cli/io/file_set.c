@@ -100,8 +100,8 @@ static bool is_stale_backup(int folder, const char *name)
 {
     const time_t saved = backup_time(name);
     struct stat status;
-    return saved > 0 && time(NULL) - saved > stale_age &&
-           fstatat(folder, name, &status, AT_SYMLINK_NOFOLLOW) == 0 && status.st_nlink > 1;
+    return saved > 0 && time(NULL) - saved > stale_age && fstatat(folder, name, &status, AT_SYMLINK_NOFOLLOW) == 0 &&
+           status.st_nlink > 1;
 }
 
 static void remove_if_stale(int folder, const char *name)

@@ -16,8 +16,8 @@ const unsigned char *mapped_file_bytes(const mapped_file *file);
 size_t mapped_file_size(const mapped_file *file);
 
 /* False with a message if the file was truncated or written since it was opened, by its size, modification time and
- * change time, or if a page could not be read. A new name or mode of the file counts as a change; a new or removed link
- * does not, and neither does another file under its name. `path` is for the message. */
+ * change time, or if a page could not be read. A new name or mode of the file counts as a change; a new or removed
+ * link does not, and neither does another file under its name. `path` is for the message. */
 bool mapped_file_unchanged(const mapped_file *file, const char *path, tensor_error *error);
 
 void mapped_file_close(mapped_file *file); /* may be NULL */
