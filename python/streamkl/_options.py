@@ -86,9 +86,8 @@ class _Model(TypedDict, total=False):
     softmax_scale_t: factor of the teacher's dot products; default ``1 / sqrt(dim_t)``.
     softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
     cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b
-        has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32, where a value out of
-        range becomes the nearest int32. The CPU refuses lengths outside of the tensors; a GPU limits them to the tensors,
-        because a check would need a host-device synchronisation.
+        has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32. The CPU refuses lengths
+        outside of the tensors; a GPU limits them to the tensors, because a check would need a host-device synchronisation.
     cu_seqlens_k: offsets of the keys, in the format of ``cu_seqlens_q``.
     key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
         Padding does not move positions.
@@ -422,12 +421,23 @@ def _as_int32(name: str, lengths: torch.Tensor | None) -> torch.Tensor | None:
     if not is_tensor or lengths.dtype not in (torch.int32, torch.int64):
         given = f"dtype {lengths.dtype}" if is_tensor else type(lengths).__name__
         raise ValueError(f"{name}: {given} must be {'' if is_tensor else 'a tensor of '}torch.int32 or torch.int64")
-    return to_int32(lengths).contiguous()
+    return to_int32(name, lengths).contiguous()
 
 
-def to_int32(values: torch.Tensor) -> torch.Tensor:
-    """A value out of range stays out of range, where a plain conversion wraps. Needs no host-device synchronisation."""
-    return values.clamp(_INT32.min, _INT32.max).to(torch.int32) if values.dtype == torch.int64 else values
+def to_int32(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Converts int64. Raises ValueError for a value out of range, where a plain conversion would wrap.
+
+    On a GPU and in compiled code, where reading a value would synchronise or break the graph, such a value becomes the
+    nearest int32.
+    """
+    if values.dtype != torch.int64:
+        return values
+    clamped = values.clamp(_INT32.min, _INT32.max)
+    is_readable = values.device.type == "cpu" and type(values) is torch.Tensor and not torch.compiler.is_compiling()
+    if is_readable and not torch.equal(clamped, values):
+        first = (clamped != values).nonzero()[0].tolist()
+        raise ValueError(f"{name}{first}={values[tuple(first)]}: must be {_INT32.min}..{_INT32.max}, an int32")
+    return clamped.to(torch.int32)
 
 
 # ---- Tensors -----------------------------------------------------------------------------------------------------------------

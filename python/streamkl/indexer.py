@@ -142,8 +142,8 @@ def indexer_kl(
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
         q_t, k_t, q_s, k_s = promote_under_autocast(q_t, k_t, q_s, k_s)
     k_s, w_s, indices = (_with_heads(tensor, lengths, options) for tensor in (k_s, w_s, indices))
-    if indices is not None and indices.dtype == torch.int64:
-        indices = to_int32(indices)
+    if indices is not None:
+        indices = to_int32("indices", indices)
     if row_weight is not None:
         row_weight = expand_weight(row_weight, w_s, lengths, options)
 

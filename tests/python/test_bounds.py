@@ -64,6 +64,8 @@ def test_indexer_equals_the_reference(top_k):
 REFUSED = {
     "key_end[3]=1: must not be below key_end[2]=5 of the same sequence": dict(key_end=[[0, 2, 5, 1], [0, 0, 0, 0]]),
     "key_begin[4]=-1: must be 0..6, the keys of the sequence": dict(key_begin=[[0, 0, 0, 0], [-1, 0, 0, 0]]),
+    "key_end[1, 2]=4294967297: must be -2147483648..2147483647": dict(key_end=[[6] * 4, [0, 1, 2**32 + 1, 2**32 + 2]]),
+    "key_begin[0, 0]=-2147483649: must be -2147483648..2147483647": dict(key_begin=[[-(2**31) - 1, 0, 0, 0], [0] * 4]),
     "key_end: shape [4] must be [2, 4]": dict(key_end=[1, 2, 3, 4]),
 }
 

@@ -73,8 +73,8 @@ BAD_OPTIONS = {
     ),
     "key_lengths shape": (dict(key_lengths=CU), r"key_lengths: shape \[3\] must be \[2\]"),
     "key_lengths value": (dict(key_lengths=torch.tensor([0, 24])), r"key_lengths\[1\]=24: must be 0..len_k=23"),
-    "key_lengths wrap": (dict(key_lengths=torch.tensor([2**32 + 3, 4])), r"key_lengths\[0\]=2147483647: must be 0..len_k=23"),
-    "key_lengths below": (dict(key_lengths=torch.tensor([4, 3 - 2**32])), r"key_lengths\[1\]=-2147483648: must be 0..len_k=23"),
+    "key_lengths wrap": (dict(key_lengths=torch.tensor([2**32 + 3, 4])), r"key_lengths\[0\]=4294967299: must be -2147483648..2147483647"),
+    "key_lengths below": (dict(key_lengths=torch.tensor([4, 3 - 2**32])), r"key_lengths\[1\]=-4294967293: must be -2147483648..2147483647"),
     "key_lengths float": (
         dict(key_lengths=torch.tensor([3.7, 4.0])),
         r"key_lengths: dtype torch.float32 must be torch.int32 or torch.int64",
@@ -109,7 +109,7 @@ def test_row_weight_shape():
     ([0, 9, 5], r"cu_seqlens_q\[2\]=5: must not be below cu_seqlens_q\[1\]=9"),
     ([1, 5, 9], r"cu_seqlens_q\[0\]=1: must be 0"),
     ([0, 5, 20], r"cu_seqlens_q\[2\]=20: must be at most 19"),
-    ([0, 5, 2**32 + 19], r"cu_seqlens_q\[2\]=2147483647: must be at most 19"),
+    ([0, 5, 2**32 + 19], r"cu_seqlens_q\[2\]=4294967315: must be -2147483648..2147483647"),
     ([0.0, 5.0, 19.0], r"cu_seqlens_q: dtype torch.float32 must be torch.int32 or torch.int64"),
     ([False, True, True], r"cu_seqlens_q: dtype torch.bool must be torch.int32 or torch.int64"),
 ])  # fmt: skip
@@ -122,7 +122,7 @@ def test_cu_seqlens(bounds, message):
 def test_cu_seqlens_of_the_keys():
     tensors = make_tensors(packed=True)
     for bounds, message in (
-        (torch.tensor([0, 9, 2**32 + 23]), r"cu_seqlens_k\[2\]=2147483647: must be at most 23"),
+        (torch.tensor([0, 9, 2**32 + 23]), r"cu_seqlens_k\[2\]=4294967319: must be -2147483648..2147483647"),
         (torch.tensor([0.0, 9.0, 23.0]), r"cu_seqlens_k: dtype torch.float32 must be torch.int32 or torch.int64"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -188,7 +188,7 @@ BAD_INDEXERS = {
     "index type": ("indices", lambda t: t.float(), r"indices: dtype torch.float32 must be torch.int32 or torch.int64"),
     "index rank": ("indices", lambda t: t[0, 0], r"indices: shape \[1, 4\] must be \[batch, length, top_k\] or \["),
     "index heads": ("indices", lambda t: t.expand(2, 19, 2, 4), r"student heads 1 and 2 must be equal"),
-    "index wrap": ("indices", lambda t: t.long() + 2**32, r"indices\[0, 0, 0, 0\]=2147483647: must be -1 \(none\) or a key"),
+    "index wrap": ("indices", lambda t: t.long() * 0 + 2**32, r"indices\[0, 0, 0, 0\]=4294967296: must be -2147483648..2147483647"),
     "index flag": ("indices", lambda t: t > 3, r"indices: dtype torch.bool must be torch.int32 or torch.int64"),
     "no index": ("indices", lambda t: t[..., :0], r"indices: shape \[2, 19, 1, 0\] must list at least one key per row"),
     "device": ("w_s", lambda t: t.to("meta"), r"q_t is on cpu and w_s on meta: must be one device"),
@@ -211,7 +211,7 @@ BAD_INDEXER_OPTIONS = {
     "wider": (dict(lse_t_wider=1), r"lse_t_wider=1: must be True or False"),
     "return_rows": (dict(return_rows=None), r"return_rows=None: must be True or False"),
     "window": (dict(window_size=(True, 0)), r"window_size=\(True, 0\): must be a pair \(left, right\) of whole numbers"),
-    "key_lengths wrap": (dict(key_lengths=torch.tensor([4, 2**32 + 3])), r"key_lengths\[1\]=2147483647: must be 0..len_k=23"),
+    "key_lengths wrap": (dict(key_lengths=torch.tensor([4, 2**32 + 3])), r"key_lengths\[1\]=4294967299: must be -2147483648..2147483647"),
     "key_lengths bool": (dict(key_lengths=torch.tensor([True, True])), r"key_lengths: dtype torch.bool must be torch.int32 or"),
     "reduction": (dict(reduction="batchmean"), r"reduction='batchmean': must be 'mean', 'sum' or 'none'"),
     "row weight": (dict(row_weight=torch.ones(2, 18)), r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 1, 19\]"),
