@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -34,14 +35,40 @@ def _load_model(role: str, folder: str, dtype: torch.dtype, shows_progress: bool
     """The model of a folder, of the class that its config names."""
     if not (Path(folder) / "config.json").is_file():
         raise UserError(f"--{role} {folder}: must be a folder with a config.json, as save_pretrained writes it")
+    _refuse_code(role, folder, "config.json", "architectures", transformers.PreTrainedModel)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        name = (config.architectures or ["AutoModel"])[0]
-        kind = getattr(transformers, name, transformers.AutoModel)
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        kind = _class_of(config.architectures, transformers.PreTrainedModel) or transformers.AutoModel
         with nullcontext() if shows_progress else without_bars():
-            return kind.from_pretrained(folder, dtype=dtype)
+            return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # a broken file: whatever its library says, the user learns which folder it is
         raise UserError(f"--{role} {folder}: cannot be loaded: {error}") from error
+
+
+def _class_of(names: Any, base: type) -> Any:
+    """The class of transformers that a field of a config names, alone or first in a list; None if there is none."""
+    name = names[0] if isinstance(names, list) and names else names
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    return kind if isinstance(kind, type) and issubclass(kind, base) else None
+
+
+def _refuse_code(role: str, folder: str | Path, name: str, field: str, base: type) -> None:
+    """Raises UserError if the file `name` asks for Python code, and its `field` for no class of transformers.
+
+    Older models have code for what transformers contains by now: transformers then loads its own class.
+    """
+    try:
+        about = json.loads((Path(folder) / name).read_text())
+        is_known = _class_of(about.get(field), base) and about.get("model_type") in (None, *transformers.CONFIG_MAPPING)
+        needs_code = about.get("auto_map") and not is_known
+    except (OSError, ValueError, AttributeError):  # a missing or broken file, which transformers reports
+        return
+    if needs_code:
+        raise UserError(
+            f"--{role} {folder}: {name} asks for Python code (auto_map: {json.dumps(about['auto_map'])}), and streamkl-distill "
+            f"runs no code of a folder: use a {field} that transformers contains, or load the {role} in a script of yours and "
+            "train with streamkl.hf.AttentionDistiller"
+        )
 
 
 @contextmanager
@@ -61,8 +88,9 @@ def load_tokenizer(options: Options) -> Any:
     folder = Path(options.tokenizer or options.teacher)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
         return None
+    _refuse_code("tokenizer", folder, "tokenizer_config.json", "tokenizer_class", transformers.PreTrainedTokenizerBase)
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"--tokenizer {folder}: cannot be loaded: {error}") from error
 
