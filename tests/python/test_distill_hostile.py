@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from distill_cases import make_teacher, run
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from streamkl.distill import _checkpoint as checkpoints
 
 FAST = dict(steps=2, needles=0, eval_sequences=1)
 
@@ -150,3 +154,101 @@ DATA = {
 def test_data(folder, capsys, name):
     DATA[name](folder / name)
     refused(folder, capsys, [str(folder / name)], "--overwrite", data=folder / name)
+
+
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
+
+WEIGHT = "module.model.layers.0.self_attn.q_proj.weight"
+
+
+def inputs(whole):
+    """A checkpoint is resumed only with the paths that it was written with."""
+    return dict(teacher=whole / "teacher", data=whole / "data.npy")
+
+
+def rewrite(path, change_state=lambda state: state, change_tensors=lambda tensors: tensors):
+    """Replaces the state, as an object or as text, and the tensors of a checkpoint."""
+    with safe_open(path, "pt") as file:
+        state = json.loads(file.metadata()["state"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    state = change_state(state)
+    save_file(
+        change_tensors(tensors), path, metadata={"state": state if isinstance(state, str) else json.dumps(state)}
+    )
+
+
+def with_entry(**fields):
+    """The fields of the last line of the history, replaced; None: without the field."""
+
+    def change(state):
+        last = {name: value for name, value in {**state["history"][-1], **fields}.items() if value is not None}
+        return {**state, "history": [*state["history"][:-1], last]}
+
+    return change
+
+
+def without(name):
+    return lambda whole: {each: value for each, value in whole.items() if each != name}
+
+
+STATES = {
+    "no JSON": (lambda state: "{", "its state is no JSON"),
+    "nested too deeply": (lambda state: "[" * 100_000, "its state is no JSON"),
+    "a list": (lambda state: [1], "its state=[1]: must be an object"),
+    "options of another type": (lambda state: {**state, "options": 3}, "options=3: must be an object"),
+    "no options": (without("options"), "options=None: must be an object"),
+    "no data": (without("data"), "was written by a run on other data"),
+    "negative step": (lambda state: {**state, "step": -5}, "step=-5: must be 1..2"),
+    "huge step": (lambda state: {**state, "step": 10**30}, "step=1000000000000000000000000000000: must be 1..2"),
+    "step as text": (lambda state: {**state, "step": "2"}, "step='2': must be 1..2"),
+    "step as a flag": (lambda state: {**state, "step": True}, "step=True: must be 1..2"),
+    "no step": (without("step"), "step=None: must be 1..2"),
+    "seconds before 0": (lambda state: {**state, "seconds": -1}, "seconds=-1: must be a number, at least 0"),
+    "seconds that are no number": (lambda state: {**state, "seconds": float("nan")}, "seconds=nan: must be a number"),
+    "seconds beyond floats": (lambda state: {**state, "seconds": 10**400}, "must be a number, at least 0"),
+    "history of another type": (lambda state: {**state, "history": {}}, "history={}: must be a list"),
+    "history of numbers": (lambda state: {**state, "history": [1]}, "history[0]=1: must be an object with loss, memory,"),
+    "history without a loss": (with_entry(loss=None), "history[1]={"),
+    "history of another run": (with_entry(more=1), "history[1]={"),
+    "history beyond the step": (with_entry(step=3), "history[1].step=3: must be 2..2"),
+    "history out of order": (with_entry(step=1), "history[1].step=1: must be 2..2"),
+    "history with text": (with_entry(loss="low"), "history[1].loss='low': must be a finite number"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", STATES)
+def test_states_of_checkpoints(whole, folder, capsys, what):
+    change, message = STATES[what]
+    rewrite(folder / "out" / checkpoints.NAME, change)
+    refused(folder, capsys, [checkpoints.NAME, message, "start again with --overwrite"], "--resume", **inputs(whole))
+
+
+def with_tensor(name, change):
+    return lambda tensors: {**tensors, name: change(tensors[name])}
+
+
+TENSORS = {
+    "weight missing": (without(f"student.{WEIGHT}"), f"student.{WEIGHT}: is missing"),
+    "weight of another shape": (with_tensor(f"student.{WEIGHT}", lambda t: t[:1]), "must be torch.float32["),
+    "weight of another type": (with_tensor(f"student.{WEIGHT}", lambda t: t.half()), "is torch.float16["),
+    "weight of NaN": (with_tensor(f"student.{WEIGHT}", lambda t: t * float("nan")), f"student.{WEIGHT}: contains NaN"),
+    "unknown weight": (lambda tensors: {**tensors, "student.b": torch.ones(1)}, "student.b: the student has no such tensor"),
+    "no kind": (lambda tensors: {**tensors, "student": torch.ones(1)}, "student: the student has no such tensor"),
+    "unknown moment": (lambda tensors: {**tensors, f"optimizer.a.{WEIGHT}": torch.ones(1)}, "has no such tensor"),
+    "moment missing": (without(f"optimizer.exp_avg.{WEIGHT}"), f"optimizer.exp_avg.{WEIGHT}: is missing"),
+    "moment of another shape": (with_tensor(f"optimizer.exp_avg.{WEIGHT}", lambda t: t[:1]), "must be torch.float32["),
+    "optimizer before its start": (with_tensor(f"optimizer.step.{WEIGHT}", lambda t: t * 0 - 5), "=-5.0: must be 1..2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_of_checkpoints(whole, folder, capsys, what):
+    change, message = TENSORS[what]
+    rewrite(folder / "out" / checkpoints.NAME, change_tensors=change)
+    refused(folder, capsys, [checkpoints.NAME, message, "start again with --overwrite"], "--resume", **inputs(whole))
+
+
+def test_a_rewritten_checkpoint_is_accepted(whole, folder):
+    """What the two tables change is all that is wrong with their checkpoints."""
+    rewrite(folder / "out" / checkpoints.NAME)
+    assert run(folder, "out", "--resume", **FAST, **inputs(whole)) == 0

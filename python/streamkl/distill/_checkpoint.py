@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import reprlib
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -20,6 +22,8 @@ from torch.distributed.checkpoint import state_dict as distributed
 from ._options import Options, UserError
 
 NAME = "checkpoint.safetensors"
+_ENTRY = {"step", "loss", "rate", "memory", "tokens_per_second", "seconds"}  # of a line of the history, at least
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each weight
 _FULL = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SOME = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)  # a weight may have no gradient
 
@@ -85,41 +89,101 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
-    """What save() was given, after a check that this run is the same one."""
+    """What save() was given, after a check that it is well-formed and that this run is the same one."""
     with _opened(path) as file:
         metadata = (file.metadata() or {}).get("state")
     if metadata is None:
         raise UserError(f"{path}: is no checkpoint of streamkl-distill")
-    state = json.loads(metadata)
+    try:
+        state = json.loads(metadata)
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its state is no JSON: {error}") from error
+    _require(path, isinstance(state, dict), "its state", state, "an object")
+    written = state.get("options")
+    _require(path, isinstance(written, dict), "options", written, "an object")
     for name, value in options.affecting().items():
-        if state["options"].get(name) != value:
+        if written.get(name) != value:
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{path}: was written with {flag} {state['options'].get(name)}, and this run has {value}: "
+            raise UserError(f"{path}: was written with {flag} {written.get(name)}, and this run has {value}: "
                             "use the same, or start again with --overwrite")  # fmt: skip
-    if state["data"] != digest:
+    if state.get("data") != digest:
         raise UserError(
             f"{path}: was written by a run on other data: use the same files and, without --held-out, the same "
             "--eval-sequences, or start again with --overwrite"
         )
+    _check_progress(path, state, options.steps)
     return state
 
 
-def load(path: Path, model: torch.nn.Module, optimizer: Any) -> None:
-    """Sets the weights and the optimiser."""
+def _check_progress(path: Path, state: dict[str, Any], steps: int) -> None:
+    """Rules about step, seconds and history."""
+    step, seconds, history = (state.get(name) for name in ("step", "seconds", "history"))
+    _require(path, type(step) is int and 1 <= step <= steps, "step", step, f"1..{steps}")
+    _require(path, _is_number(seconds) and seconds >= 0, "seconds", seconds, "a number, at least 0")
+    _require(path, isinstance(history, list), "history", history, "a list")
+    before = 0
+    for index, entry in enumerate(history):
+        where = f"history[{index}]"
+        is_entry = isinstance(entry, dict) and _ENTRY <= entry.keys() == history[0].keys()
+        _require(path, is_entry, where, entry, f"an object with {', '.join(sorted(_ENTRY))}, as all others")
+        for name, value in entry.items():
+            _require(path, _is_number(value), f"{where}.{name}", value, "a finite number")
+        at = entry["step"]
+        _require(path, type(at) is int and before < at <= step, f"{where}.step", at, f"{before + 1}..{step}")
+        before = at
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _require(path: Path, condition: bool, name: str, value: Any, accepted: str) -> None:
+    if not condition:
+        raise _broken(path, f"{name}={reprlib.repr(value)}: must be {accepted}")
+
+
+def _broken(path: Path, what: str) -> UserError:
+    return UserError(f"{path}: {what}: the checkpoint is broken; start again with --overwrite")
+
+
+def load(path: Path, objective: torch.nn.Module, model: torch.nn.Module, optimizer: Any, step: int) -> None:
+    """Sets the weights and the optimiser as they were after `step` steps. `model` is the objective or a wrapper of it."""
     weights: dict[str, Any] = {}
     moments: dict[str, Any] = {}
+    expected = {f"student.{name}": tensor for name, tensor in objective.state_dict().items()}
+    trained = {name: tensor for name, tensor in objective.named_parameters() if tensor.requires_grad}
     with _opened(path) as file:
-        for name in file.keys():
-            kind, rest = name.split(".", 1)
-            if kind == "student":
-                weights[rest] = file.get_tensor(name)
+        names = set(file.keys())
+        for name in sorted(names):
+            kind, _, rest = name.partition(".")
+            key, _, parameter = rest.partition(".")
+            if name in expected:
+                weights[rest] = _checked_tensor(path, name, file.get_tensor(name), expected[name])
+            elif kind == "optimizer" and key in _MOMENTS and parameter in trained:
+                like = torch.zeros(()) if key == "step" else trained[parameter]
+                moments.setdefault(parameter, {})[key] = _checked_tensor(path, name, file.get_tensor(name), like)
             else:
-                key, parameter = rest.split(".", 1)
-                moments.setdefault(parameter, {})[key] = file.get_tensor(name)
+                raise _broken(path, f"{name}: the student has no such tensor")
+    for name in sorted(expected.keys() - names):
+        raise _broken(path, f"{name}: is missing")
+    for parameter, found in moments.items():  # a weight without a gradient has none of them
+        for key in sorted(_MOMENTS - found.keys()):
+            raise _broken(path, f"optimizer.{key}.{parameter}: is missing")
+        taken = found["step"].item()
+        _require(path, 1 <= taken <= step, f"optimizer.step.{parameter}", taken, f"1..{step}")
     state = distributed.get_optimizer_state_dict(model, optimizer, options=_FULL)
     state["state"] = moments
     distributed.set_model_state_dict(model, weights, options=_FULL)
     distributed.set_optimizer_state_dict(model, optimizer, state, options=_SOME)
+
+
+def _checked_tensor(path: Path, name: str, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    found, accepted = (f"{each.dtype}{list(each.shape)}" for each in (tensor, like))
+    if found != accepted:
+        raise _broken(path, f"{name}: is {found} and must be {accepted}")
+    if tensor.isnan().any():
+        raise _broken(path, f"{name}: contains NaN")
+    return tensor
 
 
 @contextmanager
@@ -128,6 +192,4 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path}: cannot be read: {error}: the checkpoint is broken; start again with --overwrite"
-        ) from error
+        raise _broken(path, f"cannot be read: {error}") from error

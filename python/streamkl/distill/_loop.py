@@ -86,7 +86,7 @@ class Run:
         self.before = (before or self._evaluated_before()) if options.eval_sequences else None
         self.student.train()
         if state is not None:
-            checkpoints.load(self.checkpoint, self.wrapped, self.optimizer)
+            checkpoints.load(self.checkpoint, self.objective, self.wrapped, self.optimizer, state["step"])
             self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
         self.after = self.before
 
