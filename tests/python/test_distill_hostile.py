@@ -252,3 +252,22 @@ def test_a_rewritten_checkpoint_is_accepted(whole, folder):
     """What the two tables change is all that is wrong with their checkpoints."""
     rewrite(folder / "out" / checkpoints.NAME)
     assert run(folder, "out", "--resume", **FAST, **inputs(whole)) == 0
+
+
+BEFORE = {
+    "no JSON": (lambda before: "{", "cannot be read"),
+    "a list": (lambda before: "[]", "must be an object with sequences, context"),
+    "field missing": (lambda before: json.dumps(without("kl")(before)), "must be an object with sequences, context"),
+    "field of another type": (lambda before: json.dumps({**before, "kl": "low"}), "kl='low': must be <class 'float'>"),
+    "list of another type": (lambda before: json.dumps({**before, "pairs": [[0, None]]}), "pairs=[[0, None]]: must be list[list[int]]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BEFORE)
+def test_evaluations_before_training(whole, folder, capsys, what):
+    change, message = BEFORE[what]
+    path = folder / "out/before.json"
+    path.write_text(change(json.loads(path.read_text())))
+    refused(folder, capsys, [f"{path}: ", message, "delete it, and --resume evaluates again"], "--resume", **inputs(whole))
+    path.unlink()
+    assert run(folder, "out", "--resume", **FAST, **inputs(whole)) == 0

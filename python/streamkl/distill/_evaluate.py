@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import reprlib
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Callable
+from pathlib import Path
+from typing import Any, Callable, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -44,6 +47,34 @@ class Evaluation:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def read(cls, path: Path) -> Evaluation:
+        """The evaluation in a file with the result of as_json(). Raises UserError if the file has anything else."""
+        again = "delete it, and --resume evaluates again"
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{path}: cannot be read: {error}: {again}") from error
+        hints = get_type_hints(cls)
+        if not isinstance(found, dict) or found.keys() != hints.keys():
+            raise UserError(f"{path}: must be an object with {', '.join(hints)}: {again}")
+        for name, hint in hints.items():
+            if not _fits(found[name], hint):
+                raise UserError(f"{path}: {name}={reprlib.repr(found[name])}: must be {hint}: {again}")
+        return cls(**found)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON has the type of an annotation."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if kind is list:
+        return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
+    if parts:  # a union
+        return any(_fits(value, part) for part in parts)
+    return hint is Any or type(value) in ((int, float) if hint is float else (hint,))
 
 
 @torch.no_grad()

@@ -161,7 +161,7 @@ class Run:
         """Of the student as it starts. A resumed run finds it on disk."""
         path = self.out / "before.json"
         if self._resumes and path.exists():
-            return Evaluation(**json.loads(path.read_text()))
+            return Evaluation.read(path)
         found = self._evaluate("before training")
         if self._is_main:
             checkpoints.write_text(path, json.dumps(found.as_json()))
