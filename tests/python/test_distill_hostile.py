@@ -92,7 +92,7 @@ MODELS = {
     "code of another repository": (lambda f: config_with_code(f, auto_map={"AutoConfig": "a/b--evil.C"}), "a/b--evil.C"),
     "no architecture": (lambda f: config_with_code(f, "llama", ()), "asks for Python code"),
     "no model": (lambda f: config_with_code(f, "evil", ["LlamaTokenizer"]), "asks for Python code"),
-    "code beside a stock class": (lambda f: config_with_code(f, "evil", ["LlamaForCausalLM"]), "asks for Python code"),
+    "code next to a stock class": (lambda f: config_with_code(f, "evil", ["LlamaForCausalLM"]), "asks for Python code"),
     "tokenizer as a model": (lambda f: change_json(f / "config.json", architectures=["LlamaTokenizer"], vocab_size="x"), "cannot"),
     "list as config": (lambda f: (f / "config.json").write_text("[1]"), "cannot be loaded"),
     "pickled weights": (pickled_weights, "cannot be loaded"),

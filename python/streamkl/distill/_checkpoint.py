@@ -117,7 +117,8 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
 
 def _check_progress(path: Path, state: dict[str, Any], steps: int) -> None:
     """Rules about step, seconds and history."""
-    step, seconds, history = (state.get(name) for name in ("step", "seconds", "history"))
+    given: list[Any] = [state.get(name) for name in ("step", "seconds", "history")]
+    step, seconds, history = given
     _require(path, type(step) is int and 1 <= step <= steps, "step", step, f"1..{steps}")
     _require(path, _is_number(seconds) and seconds >= 0, "seconds", seconds, "a number, at least 0")
     _require(path, isinstance(history, list), "history", history, "a list")
