@@ -57,13 +57,6 @@ SKL_HOST_DEVICE skl_row_state skl_state_merge(skl_row_state a, skl_row_state b)
     return sum;
 }
 
-/* Adds one pair of logits. */
-SKL_HOST_DEVICE skl_row_state skl_state_add(skl_row_state state, float a, float b)
-{
-    const skl_row_state pair = {a, 1.0F, b, 1.0F, 0.0F};
-    return skl_state_merge(state, pair);
-}
-
 /* The row has seen no key. */
 SKL_HOST_DEVICE int skl_state_is_empty(const skl_row_state *state)
 {

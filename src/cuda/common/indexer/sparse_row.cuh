@@ -3,7 +3,7 @@
 #define SKL_CUDA_COMMON_INDEXER_SPARSE_ROW_CUH
 
 #include "base/indices.h"
-#include "cuda/common/sequence.cuh"
+#include "cuda/common/tile_scheduler.cuh"
 
 struct sparse_row {
     skl_sequence sequence;
@@ -39,7 +39,7 @@ struct sparse_row32 {
     int64_t head, query; /* student head */
     const int32_t *list;
     int begin, end; /* visible keys */
-    int count;      /* of entries; a kernel may trim it to the last valid one */
+    int count;      /* entries; a kernel may trim them to the last valid one */
     bool exists;    /* packed sequences can be shorter than the longest one */
 
     /* The key of entry n, or -1 if the entry is not valid. */
@@ -61,5 +61,29 @@ __device__ inline sparse_row32 to_row32(const skl_cuda_params &params, const spa
             row.exists ? (int)params.problem.top_k : 0,
             row.exists};
 }
+
+namespace tensor_core
+{
+
+/* Queries of consecutive heads of a row, from `first` on: rows of a product. */
+template <typename ELEMENT>
+__device__ inline row_source<ELEMENT> heads_of(const skl_cuda_argument &side, const sparse_row32 &row, int64_t first)
+{
+    const skl_sequence &s = row.sequence;
+    return {(const ELEMENT *)side.q.data + SKL_ROW(side.q, s.batch, first, s.query_begin + row.query),
+            side.q.stride_head, side.dim};
+}
+
+/* Keys of a row's sequence, from which its indices are gathered: columns of a product. */
+template <typename ELEMENT>
+__device__ inline row_source<ELEMENT> keys_of_row(const skl_cuda_argument &side, const sparse_row32 &row,
+                                                  int64_t key_head)
+{
+    const skl_sequence &s = row.sequence;
+    return {(const ELEMENT *)side.k.data + SKL_ROW(side.k, s.batch, key_head, s.key_begin), side.k.stride_row,
+            side.dim};
+}
+
+} // namespace tensor_core
 
 #endif

@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(SPARSE_THREADS, 1)
             params,
             smem,
             heads_of<ELEMENT>(params.student, row, row.head * p.index_heads + g),
-            gathered_keys_of<ELEMENT>(params.student, row, row.head / params.student.heads_per_key),
+            keys_of_row<ELEMENT>(params.student, row, row.head / params.student.heads_per_key),
             count,
             g,
             warp_layout(count),

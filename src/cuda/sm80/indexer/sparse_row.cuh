@@ -58,25 +58,6 @@ __device__ inline void trim_indices(sparse_row32 &row)
 
 /* ---- Copies ------------------------------------------------------------------------------------------------- */
 
-/* Rows of a product: the heads of the current row, from `first` on. */
-template <typename ELEMENT>
-__device__ inline row_source<ELEMENT> heads_of(const skl_cuda_argument &side, const sparse_row32 &row, int64_t first)
-{
-    const skl_sequence &s = row.sequence;
-    return {(const ELEMENT *)side.q.data + SKL_ROW(side.q, s.batch, first, s.query_begin + row.query),
-            side.q.stride_head, side.dim};
-}
-
-/* Columns of a product: the keys that indices are gathered from. */
-template <typename ELEMENT>
-__device__ inline row_source<ELEMENT> gathered_keys_of(const skl_cuda_argument &side, const sparse_row32 &row,
-                                                       int64_t key_head)
-{
-    const skl_sequence &s = row.sequence;
-    return {(const ELEMENT *)side.k.data + SKL_ROW(side.k, s.batch, key_head, s.key_begin), side.k.stride_row,
-            side.dim};
-}
-
 /* Starts copying DIM dimensions, from `first` on, of `count` rows to consecutive smem_rows<DIM>. index(n) is the
  * source row of row n. Rows with index -1 and dimensions >= from.dim become 0. */
 template <int DIM, typename ELEMENT, typename INDEX>

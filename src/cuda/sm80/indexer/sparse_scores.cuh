@@ -93,8 +93,8 @@ template <typename ELEMENT> struct sparse_gemm {
     {
         __syncthreads(); /* all threads are done with the previous product */
         if (threadIdx.x == 0)
-            smem.product = {heads_of<ELEMENT>(side, smem.row, first),
-                            gathered_keys_of<ELEMENT>(side, smem.row, key_head), count, tile_shape(count)};
+            smem.product = {heads_of<ELEMENT>(side, smem.row, first), keys_of_row<ELEMENT>(side, smem.row, key_head),
+                            count, tile_shape(count)};
         __syncthreads();
     }
 

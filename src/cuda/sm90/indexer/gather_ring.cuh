@@ -18,7 +18,7 @@ namespace sm90
 constexpr int INDEX_HEADS = SKL_SM90_INDEX_HEADS_MAX; /* heads of an index product; missing ones are zeros */
 constexpr int SLAB_SIZE = STAGE_KEYS * 128;           /* bytes of 64 dimensions of a tile of keys */
 constexpr int ROW_SLOTS = 2;
-constexpr int PRODUCER_REGISTERS = 56; /* of a thread */
+constexpr int PRODUCER_REGISTERS = 56; /* registers per thread */
 
 struct sparse_params : skl_cuda_params { /* a is the teacher, b the indexer: KL(P || S) alone */
     float least;                         /* lower bound of the ReLU: 0, or -inf without a ReLU */
@@ -36,7 +36,7 @@ struct sparse_params : skl_cuda_params { /* a is the teacher, b the indexer: KL(
 /* A row that the producer has found. */
 struct row_slot {
     sparse_row32 row;
-    float weights[INDEX_HEADS]; /* of the index heads, 0 for missing ones */
+    float weights[INDEX_HEADS]; /* weight of each index head; 0 for missing heads */
 };
 
 struct row_ring {
@@ -86,25 +86,6 @@ __device__ inline int find_row(row_ring &ring, row_slot &slot, const sparse_para
 __device__ inline void cp_async_arrive(uint64_t &barrier)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
-
-/* Queries of consecutive heads of the row. */
-template <typename ELEMENT>
-__device__ inline row_source<ELEMENT> heads_of(const skl_cuda_argument &side, const sparse_row32 &row, int64_t first)
-{
-    const skl_sequence &s = row.sequence;
-    return {(const ELEMENT *)side.q.data + SKL_ROW(side.q, s.batch, first, s.query_begin + row.query),
-            side.q.stride_head, side.dim};
-}
-
-/* Keys of the row's sequence. */
-template <typename ELEMENT>
-__device__ inline row_source<ELEMENT> keys_of_row(const skl_cuda_argument &side, const sparse_row32 &row,
-                                                  int64_t key_head)
-{
-    const skl_sequence &s = row.sequence;
-    return {(const ELEMENT *)side.k.data + SKL_ROW(side.k, s.batch, key_head, s.key_begin), side.k.stride_row,
-            side.dim};
 }
 
 /* Starts copying 64 rows to [slab][row][128 bytes]. Lanes 0 to 15 of warp w have the source rows of rows 16 w to
