@@ -39,7 +39,7 @@ void run_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_st
 /* Forward, then backward from its row results, with all results requested. */
 void run_both(const skl_plan *plan, const fixture *f, const fixture_results *results);
 
-/* The same with a new plan. */
+/* Each makes a new plan, and calls run_both. */
 void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fixture_results *results);
 void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_results *results);
 

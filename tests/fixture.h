@@ -65,7 +65,7 @@ double kernel_product_rounding(const char *kernel, const skl_problem *problem, s
 int rows_mismatch(const fixture *f, const fixture_results *results, const char *label);
 int gradients_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 
-/* The same for the output of skl_attention_forward, and for the gradients of skl_attention_backward. */
+/* Compare the output of skl_attention_forward, and the gradients of skl_attention_backward, by the same rules. */
 int output_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 int attention_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 

@@ -4,12 +4,13 @@
     bench/run.py call --csv bench/results/call.csv   # appends the results
 
     attention         scaled_dot_product_attention by cuDNN, forward and backward
-    gradient          streamkl.attention with kl_value=False and the teacher's LSE: the gradient of the KL, without its value
+    gradient          streamkl.attention with kl_value=False and the teacher's LSE: the gradient of the KL alone
     value             streamkl.attention with the teacher's LSE
     value, no LSE     the same, which computes that LSE
     apart             scaled_dot_product_attention by cuDNN and streamkl.attention_kl
 
-A time is that of forward and backward, from Python. A student with fewer heads than the teacher learns the mean of a group.
+A time is that of forward and backward, from Python. A student with fewer heads than the teacher learns the mean of
+a group.
 """
 
 import torch
@@ -24,7 +25,9 @@ from peers.attention import leaves_of, sdpa
 from .carried import BACKENDS
 
 ALONE, GRADIENT, VALUE, NO_LSE, APART = "attention", "gradient", "value", "value, no LSE", "apart"
-COLUMNS = "date gpu torch commit case length mask heads_t heads_s key_heads_s dim dtype method ms fastest_ms added note".split()
+COLUMNS = (
+    "date gpu torch commit case length mask heads_t heads_s key_heads_s dim dtype method ms fastest_ms added note"
+).split()
 SHOWN = "method ms fastest_ms added".split()
 
 

@@ -58,6 +58,6 @@ const char *dtype_name(skl_dtype dtype);
 
 /* Creates a plan, or fails with the reason, naming --device if that is the cause. */
 skl_plan *plan_create(const skl_problem *problem, const skl_options *options);
-void plan_check(skl_status status, const skl_options *options); /* the same for a status of the library */
+void plan_check(skl_status status, const skl_options *options); /* ends the command if a call of the library failed */
 
 #endif

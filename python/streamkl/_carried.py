@@ -71,7 +71,7 @@ class Slot:
         self.inject = inject  # the weight of the KL does not depend on an upstream gradient
         self.term = term  # None: the backward is that of the attention alone
         self.is_done = False  # the backward has run
-        self.kl: torch.Tensor | None = None  # of each row, once it is known
+        self.kl: torch.Tensor | None = None  # the KL of each row, once it is known
         self._value: torch.Tensor | None = None
 
     def know(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class _Graph:
 
 class _Forward(NamedTuple):
     output: torch.Tensor
-    lse: torch.Tensor | None  # of the student
+    lse: torch.Tensor | None  # the student's LSE
     graph: _Graph | None = None  # apart: the attention's own
     of_kl: list[torch.Tensor] | None = None  # apart: gradients of q and k
 

@@ -57,7 +57,7 @@ template <int DIM, int DIM_A> struct attention_forward_smem {
     uint64_t queries_full;
     block_tile tile;
     stage_schedule keys;
-    int queries; /* of the tile */
+    int queries; /* queries of the tile that exist */
     int needed;  /* keys up to the last one that a query of the tile sees */
     row_ranges<block_tile::ROWS> visible;
 };

@@ -27,7 +27,7 @@ namespace sm90
 {
 
 constexpr int DK_WARPGROUPS = 2;
-constexpr int GRADIENT_REGISTERS = 152;                              /* of a consumer thread */
+constexpr int GRADIENT_REGISTERS = 152;                              /* registers per consumer thread */
 constexpr int SPARSE_GRADIENT_CONSUMERS = (1 + DK_WARPGROUPS) * 128; /* threads */
 constexpr int SPARSE_GRADIENT_THREADS = 128 + SPARSE_GRADIENT_CONSUMERS;
 
@@ -232,7 +232,7 @@ template <typename ELEMENT, int DIM> struct sparse_dq {
 template <typename ELEMENT, int DIM> struct sparse_dk {
     sparse_gradient_smem<DIM> &smem;
     const sparse_params &params;
-    int index; /* of the dk warpgroup, which takes every other tile */
+    int index; /* number of the dk warpgroup, which takes every other tile */
     ring_position<sparse_gradient_smem<DIM>::DEPTH> at;
 
     /* Adds what a tile's entries add to dk. A warp has 16 keys, and passes them on as rows through shared memory: in

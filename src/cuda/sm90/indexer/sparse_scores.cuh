@@ -33,21 +33,21 @@ namespace sm90
 
 constexpr int SCORE_CONSUMERS = CONSUMERS * 128; /* threads */
 constexpr int SCORE_THREADS = 128 + SCORE_CONSUMERS;
-constexpr int SCORE_REGISTERS = 224; /* of a consumer thread */
-constexpr int INDEX_SLABS = 2;       /* of index heads, padded to 128 dimensions */
+constexpr int SCORE_REGISTERS = 224; /* registers per consumer thread */
+constexpr int INDEX_SLABS = 2;       /* slabs per index head, padded to 128 dimensions */
 
 template <int DIM> struct score_smem {
     static constexpr int SLABS = DIM / 64;
-    static constexpr int TILES = DIM <= 128 ? 2 : 1; /* of teacher keys per stage */
+    static constexpr int TILES = DIM <= 128 ? 2 : 1; /* tiles of teacher keys per stage */
     static constexpr int STAGE_SIZE = TILES * SLABS * SLAB_SIZE;
     static constexpr int INDEX_TILES = STAGE_SIZE / (INDEX_SLABS * SLAB_SIZE);
     static constexpr int FIXED_SIZE = 8 * 1024;
     static constexpr int DEPTH = depth_for(STAGE_SIZE, FIXED_SIZE, 8, SMEM_MAX);
 
     alignas(1024) unsigned char stages[DEPTH][STAGE_SIZE];
-    float columns[CONSUMERS][2][4][STAGE_KEYS]; /* of a tile, summed by each warp; two tiles in turn */
+    float columns[CONSUMERS][2][4][STAGE_KEYS]; /* column sums of a tile by each warp; two tiles in turn */
     lse_row lse[CONSUMERS][64];
-    index_row warp_sums[SCORE_CONSUMERS / 32]; /* of the row */
+    index_row warp_sums[SCORE_CONSUMERS / 32]; /* sums of the row by each warp */
     row_ring rows;
     uint64_t full[DEPTH], empty[DEPTH];
 
@@ -193,7 +193,7 @@ template <typename ELEMENT, int DIM> struct score_consumer {
     const sparse_params &params;
     int warpgroup;                                 /* 0 or 1 */
     uint32_t queries[DIM > 128 ? DIM / 16 : 8][4]; /* operand A: 64 heads */
-    int buffer;                                    /* of smem.columns */
+    int buffer;                                    /* buffer of smem.columns to write next */
     ring_position<memory::DEPTH> at;
 
     /* The thread among the consumers; read again for every use, because registers are short. */
@@ -303,7 +303,7 @@ template <typename ELEMENT, int DIM> struct score_consumer {
             },
             [&](const stage_logits &x, int, uint64_t seen) {
                 const int first_column =
-                    (int)(threadIdx.x % 4 * 2); /* of the thread: the others are constants later */
+                    (int)(threadIdx.x % 4 * 2); /* the thread's first column; the others are constants later */
                 const uint64_t own = seen >> first_column;
                 if (seen == ~(uint64_t)0)
                     add_tile(rows, x, scale, [](int, int) { return true; });
