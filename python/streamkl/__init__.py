@@ -4,6 +4,7 @@
 
 attention_kl, AttentionKLLoss    KL between a teacher's and a student's attention: a function and a module
 indexer_kl, IndexerKLLoss        the same for a student that is the indexer of a sparse attention
+losses                           what papers use besides them: entropy, relation heads, squared errors of scores
 attention                        attention whose backward carries its KL to a teacher
 attention_map                    where two models attend, and where their KL comes from
 explain, explain_indexer         the launches of a call, and the reasons
@@ -18,13 +19,14 @@ from ._library import library as _load_library
 from ._attention_kl import attention_kl
 from ._carried import CarriedKL, attention
 from .indexer import IndexerRows, indexer_kl
-from .loss import AttentionKLLoss, IndexerKLLoss
+from . import losses
+from .losses import AttentionKLLoss, IndexerKLLoss
 from ._options import Parallel
 from .maps import AttentionMap, attention_map
 
 __all__ = [
     "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "attention", "attention_kl", "attention_map", "explain",
-    "explain_indexer", "hf", "indexer_kl", "parallel", "reference",
+    "explain_indexer", "hf", "indexer_kl", "losses", "parallel", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()
 

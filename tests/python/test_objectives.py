@@ -1,0 +1,190 @@
+"""The objectives of docs/guide/objectives.md: losses and gradients against the published formulas, written out in float64."""
+
+import pytest
+import torch
+from test_guides import snippets
+
+from streamkl import losses
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names of the page after its snippets have run."""
+    names = {"__name__": "guide"}
+    exec(compile(snippets("objectives"), "objectives.md", "exec"), names)
+    return names
+
+
+def attention(q, k, *, causal=False, key_lengths=None, scale=None, logits=lambda scores: scores):
+    """Softmax attention [batch, heads, len_q, len_k]."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = logits(torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale))
+    hidden = torch.zeros(q.shape[0], 1, q.shape[1], k.shape[1], dtype=torch.bool)
+    if causal:
+        hidden |= torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
+    if key_lengths is not None:
+        hidden |= (torch.arange(k.shape[1]) >= key_lengths.unsqueeze(1))[:, None, None]
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def cross_entropy(p, s):
+    return -torch.special.xlogy(p, torch.where(p == 0, 1.0, s)).sum(-1).mean()
+
+
+def kl(p, s):
+    return cross_entropy(p, s) - cross_entropy(p, p)
+
+
+def relations(page, heads, **masks):
+    total = 0
+    for t, s in ("q_t", "q_s"), ("k_t", "k_s"), ("v_t", "v_s"):
+        t, s = (page[name].double().flatten(2).unflatten(2, (heads, -1)) for name in (t, s))
+        total = total + kl(attention(t, t, **masks), attention(s, s, **masks))
+    return total
+
+
+def index_scores(page, causal=True):
+    q, k, w = (page[name].double() for name in ("index_q", "index_k", "index_w"))
+    scores = torch.einsum("big,bigj->bij", w, torch.einsum("bigd,bjd->bigj", q, k).relu()) * (8 * 3) ** -0.5
+    return (
+        scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+        .softmax(-1)
+        .unsqueeze(1)
+    )
+
+
+def mobilebert(page):
+    masks = dict(key_lengths=page["key_lengths"])
+    p = attention(page["q_t"].double(), page["k_t"].double(), **masks)
+    return cross_entropy(p, attention(page["q_s"].double(), page["k_s"].double(), **masks)) - cross_entropy(p, p)
+
+
+def att_ce_mean(page):
+    masks = dict(key_lengths=page["key_lengths"], logits=lambda scores: scores.mean(1, keepdim=True))
+    p = attention(page["q_t"].double(), page["k_t"].double(), **masks)
+    return kl(p, attention(page["q_s"].double(), page["k_s"].double(), **masks))
+
+
+def tinybert(page):
+    masked = (torch.arange(48) >= page["key_lengths"].unsqueeze(1))[:, None, None]
+
+    def scores(q, k):
+        scores = torch.einsum("bihd,bjhd->bhij", page[q].double(), page[k].double()) * page[q].shape[-1] ** -0.5
+        return torch.where(scores - 10000.0 * masked <= -1e2, 0.0, scores)
+
+    return torch.nn.functional.mse_loss(scores("q_s", "k_s"), scores("q_t", "k_t"))
+
+
+def entropy(page):
+    a = attention(page["q_s"].double(), page["k_s"].double(), causal=True)
+    return cross_entropy(a, a)
+
+
+def dsa(page):
+    p = attention(page["q_t"].double(), page["k_t"].double(), causal=True).mean(1, keepdim=True)
+    return kl(p, index_scores(page))
+
+
+def index_cache(page):
+    p = torch.cat([attention(q.double(), k.double(), causal=True) for q, k in page["layers"]], dim=1)
+    return kl(p.mean(1, keepdim=True), index_scores(page))
+
+
+def msa(page):
+    p = attention(page["q_t"].double(), page["k_t"].double(), causal=True).unflatten(1, (2, 2)).mean(2)
+    return kl(p, attention(page["msa_q"].double(), page["msa_k"].double(), causal=True))
+
+
+FORMULAS = {
+    "mobilebert": mobilebert,
+    "att_ce_mean": att_ce_mean,
+    "minilm": lambda page: relations(page, page["relation"].__defaults__[0], key_lengths=page["key_lengths"]),
+    "linear_ard": lambda page: relations(page, page["heads"], causal=True),
+    "tinybert": tinybert,
+    "entropy": entropy,
+    "dsa": dsa,
+    "index_cache": index_cache,
+    "msa": msa,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_objective(page, name):
+    loss, expected = page[name], FORMULAS[name](page)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    leaves = [
+        tensor
+        for tensor in page.values()
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
+    ]
+    made = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=True)
+    wanted = torch.autograd.grad(expected, leaves, allow_unused=True)
+    assert sum(each is not None for each in wanted) >= 2
+    for actual, gradient in zip(made, wanted):
+        assert (actual is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(actual, gradient.float(), rtol=0, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_score_mse_of_equal_models_is_zero():
+    q, k = torch.randn(1, 9, 4, 16), torch.randn(1, 7, 2, 16)
+    assert losses.score_mse(q, k, q, k).item() == 0
+
+
+def test_score_mse_of_nearly_equal_models_is_accurate():
+    q, k = torch.randn(1, 64, 2, 16), torch.randn(1, 64, 2, 16)
+    q_s, k_s = q + 1e-4 * torch.randn_like(q), k + 1e-4 * torch.randn_like(k)
+
+    def scores(q, k):
+        return torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
+
+    expected = (scores(q, k) - scores(q_s, k_s)).square().mean()
+    assert losses.score_mse(q, k, q_s, k_s).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_score_mse_groups_and_layout():
+    q_t, k_t, q_s, k_s = (
+        torch.randn(2, 5, 4, 8),
+        torch.randn(2, 6, 2, 8),
+        torch.randn(2, 5, 4, 3),
+        torch.randn(2, 6, 1, 3),
+    )
+    expected = losses.score_mse(q_t, k_t.repeat_interleave(2, dim=2), q_s, k_s.repeat_interleave(4, dim=2))
+    transposed = (tensor.transpose(1, 2) for tensor in (q_t, k_t, q_s, k_s))
+    assert losses.score_mse(*transposed, layout="bhnd").item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize(
+    "name, change", [("k_t", (2, 6, 3, 8)), ("q_s", (2, 5, 2, 3)), ("k_s", (2, 7, 1, 3)), ("q_t", (5, 4, 8))]
+)
+def test_score_mse_names_what_does_not_fit(name, change):
+    shapes = {"q_t": (2, 5, 4, 8), "k_t": (2, 6, 2, 8), "q_s": (2, 5, 4, 3), "k_s": (2, 6, 1, 3), name: change}
+    with pytest.raises(ValueError, match=name):
+        losses.score_mse(*(torch.randn(shape) for shape in shapes.values()))
+
+
+def test_entropy_of_rows_with_weights_and_without_keys():
+    q, k = torch.randn(1, 6, 2, 4), torch.randn(1, 6, 2, 4)
+    key_end = torch.tensor([[0, 1, 2, 3, 4, 5]])
+    rows = losses.entropy(q, k, key_end=key_end, reduction="none")
+    assert rows.shape == (1, 2, 6) and (rows[..., :2] == 0).all()  # no key, and one key
+    weight = torch.tensor([[5.0, 1, 0, 2, 1, 1]])
+    attending = weight.expand(2, 6)[:, 1:].sum()
+    expected = (rows * weight).sum() / attending
+    assert losses.entropy(q, k, key_end=key_end, row_weight=weight).item() == pytest.approx(expected.item())
+    total = losses.entropy(q, k, key_end=key_end, row_weight=weight, reduction="sum")
+    assert total.item() == pytest.approx((rows * weight).sum().item())
+
+
+def test_entropy_has_no_teacher():
+    q = torch.randn(1, 6, 2, 4)
+    with pytest.raises(ValueError, match="lse_t: entropy.. has no teacher"):
+        losses.entropy(q, q, lse_t=torch.zeros(1, 2, 6))
+
+
+def test_relation_heads_must_divide():
+    with pytest.raises(ValueError, match="heads=5: must divide the width 64"):
+        losses.relation_heads(torch.randn(1, 3, 4, 16), 5)
+    tensor = torch.randn(1, 3, 4, 16)
+    bhnd = losses.relation_heads(tensor.transpose(1, 2), 2, layout="bhnd")
+    assert torch.equal(bhnd.transpose(1, 2), losses.relation_heads(tensor, 2))
