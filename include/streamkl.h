@@ -135,6 +135,14 @@ typedef enum skl_student {
     SKL_STUDENT_INDEXER = 1    /* y_ij = scale_s * sum_g w_s[i,g] relu(<q_s[g,i], k_s[j]>), over index heads g */
 } skl_student;
 
+/* How the student's distribution follows from its logits y. */
+typedef enum skl_link {
+    SKL_LINK_SOFTMAX = 0, /* S = softmax(y) */
+    SKL_LINK_LINEAR = 1   /* S_ij = a_ij / sum_j a_ij with a = <q_s[i], k_s[j]> >= 0, the attention of linear students
+                           * (Hedgehog, LoLCATs): q_s and k_s are their feature maps. y = log a, so that lse_s is
+                           * log sum_j a_ij. A negative a makes the row NaN; a = 0 where P > 0 makes its KL infinite */
+} skl_link;
+
 /* Gradients that a plan can compute. */
 enum {
     SKL_DQ_T = 1, /* teacher: not with an indexer, and not with SKL_DV_S */
@@ -188,6 +196,8 @@ typedef struct skl_problem {
     int32_t row_bounds; /* 1: a query attends only to keys within the bounds of its row, inputs.key_begin and
                          * inputs.key_end, and the other masks apply as well */
     int32_t sinks;      /* 1: every softmax has a sink: see below */
+    skl_link link_s; /* SKL_LINK_LINEAR: attention, KL(P || S) and skl_forward, skl_backward, ... alone, no SKL_DV_S,
+                      * scale_s = softcap_s = 0 */
 } skl_problem;
 
 /* A sink is one more outcome of P and S that belongs to no key. Its logit is a number per head, inputs.sink_t and

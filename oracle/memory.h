@@ -13,6 +13,7 @@ typedef REAL real;
 struct model {
     int64_t heads, key_heads, dim;
     real scale, softcap;
+    int linear;          /* SKL_LINK_LINEAR: the logit is the logarithm of the product */
     int64_t index_heads; /* indexer: heads g that share the keys; otherwise 1 */
     int64_t orders;      /* in which a product of rows is added up; it is the worst of them */
     real *q, *k, *dq, *dk;
@@ -84,6 +85,8 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
 {
     if (model->key_heads == 0)
         model->key_heads = model->heads;
+    if (model->linear)
+        model->scale = 1;
     if (model->scale == 0)
         model->scale = 1 / sqrt((real)(model->dim * model->index_heads));
     const int64_t query_heads = model->heads * model->index_heads;
@@ -236,6 +239,7 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const 
     run.teacher = (struct model){p->heads_t, p->key_heads_t, p->dim_t, .scale = (real)p->scale_t};
     run.student = (struct model){p->heads_s, p->key_heads_s, p->dim_s, .scale = (real)p->scale_s};
     run.teacher.softcap = (real)p->softcap_t, run.student.softcap = (real)p->softcap_s;
+    run.student.linear = p->link_s == SKL_LINK_LINEAR;
     run.teacher.orders = run.student.orders = orders_for(run.batch * run.length_q * p->heads_s);
     run.teacher.index_heads = 1, run.student.index_heads = is_indexer(&run) ? p->index_heads : 1;
     load_model(&run, &run.teacher, p->dtype_t, &inputs->q_t, &inputs->k_t);

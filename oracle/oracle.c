@@ -34,9 +34,11 @@ static struct offsets find_offsets(const struct run *run, const struct row *row,
     return (struct offsets){line_q * model->dim, line_k * model->dim, head};
 }
 
-/* Derivative of the softcap at a capped logit. */
+/* Derivative of a logit with respect to the scaled product: of the softcap, or of the logarithm. */
 static real slope_of(const struct model *model, real logit)
 {
+    if (model->linear)
+        return exp(-logit);
     const real capped = model->softcap > 0 ? logit / model->softcap : 0;
     return 1 - capped * capped;
 }
@@ -76,7 +78,7 @@ static struct dot dot_of(const struct model *model, const real *q, const real *k
     return dot;
 }
 
-/* logits[j] = softcap(scale * <q, k[j]>). Roundings: every product, the logit. */
+/* logits[j] = softcap(scale * <q, k[j]>), or the logarithm. Roundings: every product, the logit. */
 static void compute_logits(const struct model *model, struct offsets at, const struct row *row, real *logits,
                            real *roundings)
 {
@@ -91,6 +93,8 @@ static void compute_logits(const struct model *model, struct offsets at, const s
         logits[j] = model->scale * dot.sum;
         if (model->softcap > 0)
             logits[j] = model->softcap * tanh(logits[j] / model->softcap);
+        if (model->linear)
+            logits[j] = log(logits[j]);
         roundings[j] = fabs(model->scale) * dot.products * slope_of(model, logits[j]) + fabs(logits[j]);
     }
 }
@@ -109,7 +113,7 @@ static void add_magnitudes(real *restrict to, const real *restrict x, real facto
         to[d] += factor * fabs(x[d]);
 }
 
-/* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the softcap. The
+/* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the logit. The
  * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. `parts`: sizes of the
  * parts that a gradient is the sum of; NULL: it has no parts. */
 static void add_gradients(const struct run *run, const struct model *model, struct offsets at, const struct row *row,
@@ -131,7 +135,9 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         real *const dk_terms = model->dk_terms + at_k;
         const real slope = slope_of(model, logits[j]);
         const real capped = model->softcap > 0 ? fabs(logits[j]) / model->softcap : 0;
-        const real slope_rounding = model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap : 0;
+        const real slope_rounding = model->linear        ? slope * (1 + logit_roundings[j])
+                                    : model->softcap > 0 ? 1 + 2 * capped * logit_roundings[j] / model->softcap
+                                                         : 0;
         const real dot_gradient = model->scale * run->gradient[j] * slope;
         const real size = parts ? fabs(model->scale) * parts[j] * slope : fabs(dot_gradient);
         const real of_gradient = run->gradient_rounding[j] * (slope + (real)ORACLE_ROUNDING * slope_rounding);

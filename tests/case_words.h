@@ -27,6 +27,7 @@
 #define SINKS            .sinks = 1
 #define SINKS_ABOVE(t, s) .sinks = 1, .sinks_above = {t, s}
 #define ATTENTION        .attention = 1
+#define LINEAR           .linear = 1
 #define WEIGHTED         .positive_upstream = 1
 #define STUDENT_ONLY     .without = SKL_DQ_T | SKL_DK_T
 /* clang-format on */

@@ -410,6 +410,23 @@ const test_case test_cases[] = {
     {"group_2_gradients_packed_bf16", PACKED(3, LENGTHS(0, 1, 150, 330), LENGTHS(0, 200, 200, 431)), HEADS(6, 3),
      KEY_HEADS(2, 1), DIMS(64, 64), TYPES(BF16, BF16), CAUSAL, TAILS(7, 3), .grad_f32 = 1},
 
+    /* Students with linear attention: feature maps, the quotient in place of the softmax. */
+    {"linear", PLAIN, LINEAR},
+    {"linear_causal", SHAPE(2, 65, 97), HEADS(2, 2), DIMS(16, 24), LINEAR, CAUSAL},
+    {"linear_window_gqa", SHAPE(1, 140, 211), HEADS(4, 4), KEY_HEADS(2, 1), DIMS(33, 12), LINEAR, WINDOW(40, 3)},
+    {"linear_softcap_t", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), SOFTCAPS(3, 0), LINEAR, CAUSAL},
+    {"linear_bounds", SHAPE(1, 97, 131), HEADS(2, 2), DIMS(16, 16), LINEAR, BOUNDS(RANDOM)},
+    {"linear_packed", PACKED(3, LENGTHS(0, 17, 17, 60), LENGTHS(0, 23, 31, 80)), HEADS(2, 2), DIMS(16, 16), LINEAR,
+     CAUSAL},
+    {"linear_sinks", SHAPE(1, 65, 97), HEADS(2, 2), DIMS(16, 16), LINEAR, SINKS},
+    {"linear_groups", SHAPE(1, 65, 97), HEADS(4, 2), DIMS(16, 16), LINEAR},
+    {"linear_bf16", SHAPE(1, 200, 421), HEADS(2, 2), DIMS(128, 128), TYPES(BF16, BF16), LINEAR, CAUSAL},
+    {"linear_64_bf16", SHAPE(1, 300, 300), HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), LINEAR},
+    {"linear_256_bf16", SHAPE(1, 140, 211), HEADS(1, 1), DIMS(128, 256), TYPES(BF16, BF16), LINEAR, CAUSAL},
+    {"linear_f16", SHAPE(1, 140, 211), HEADS(2, 2), DIMS(64, 64), TYPES(F16, F16), LINEAR, CAUSAL},
+    {"linear_group_4_bf16", SHAPE(1, 200, 300), HEADS(8, 2), KEY_HEADS(2, 2), DIMS(64, 64), TYPES(BF16, BF16), LINEAR,
+     CAUSAL, STUDENT_ONLY},
+
     /* Scales, softcaps, directions. */
     {"scales", PLAIN, SCALES(0.7F, 0.125F)},
     {"scale_negative", PLAIN, SCALES(-0.3F, 0.2F)},
@@ -725,6 +742,7 @@ skl_problem case_problem(const test_case *c)
     p.causal = c->causal;
     p.row_bounds = c->bounds != BOUNDS_NONE;
     p.sinks = c->sinks;
+    p.link_s = c->linear ? SKL_LINK_LINEAR : SKL_LINK_SOFTMAX;
     if (c->sinks) {
         p.gradients |= (p.gradients & SKL_DQ_T ? SKL_DSINK_T : 0U) | (p.gradients & SKL_DQ_S ? SKL_DSINK_S : 0U);
         if (c->heads_t > c->heads_s) /* a group of heads with sinks has no teacher gradients */

@@ -45,6 +45,7 @@ typedef struct test_case {
     int64_t tail_q, tail_k; /* rows of packed buffers after the last sequence */
     test_bounds bounds;
     int32_t sinks;
+    int32_t linear;        /* 1: SKL_LINK_LINEAR; queries and keys of the student are positive, as feature maps are */
     double sinks_above[2]; /* added to the logits of the sinks of teacher and student */
     test_lse lse;
     test_layout layout;

@@ -89,6 +89,12 @@ static void move_near(const test_tensor *student, const test_tensor *teacher, do
         tensor_set(student, n, tensor_get(teacher, n) + random_uniform(random, -apart, apart));
 }
 
+static void make_positive(const test_tensor *tensor)
+{
+    for (int64_t n = 0; n < tensor_count(tensor); n++)
+        tensor_set(tensor, n, fabs(tensor_get(tensor, n)));
+}
+
 /* No two elements of an output may share an address, even if those of inputs do. */
 static test_tensor create_output(const fixture *f, skl_dtype dtype, int64_t heads, int64_t length, int64_t dim)
 {
@@ -238,6 +244,10 @@ void fixture_create(fixture *f, const test_case *c)
     if (c->apart != 0) {
         move_near(&f->q_s, &f->q_t, c->apart, &random);
         move_near(&f->k_s, &f->k_t, c->apart, &random);
+    }
+    if (c->linear) {
+        make_positive(&f->q_s);
+        make_positive(&f->k_s);
     }
     if (!c->unit_upstream)
         f->grad_kl = create_input(f, ROLE_ROWS, SKL_F32, p->heads_s, 1, 3, &random);

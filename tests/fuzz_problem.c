@@ -104,6 +104,9 @@ static skl_problem take_problem(byte_source *source)
         p.gradients |= (uint32_t)take_number(source, 4) * SKL_DSINK_T; /* any of both */
     if (take_number(source, 3) == 2)                                   /* now and then with what SKL_DV_S excludes */
         p.gradients = (p.gradients & ~(uint32_t)(SKL_DQ_T | SKL_DK_T)) | SKL_DV_S;
+    p.link_s = (skl_link)take_number(source, 2);
+    if (p.link_s == SKL_LINK_LINEAR && take_number(source, 4) != 0) /* mostly without what it excludes */
+        p.scale_s = p.softcap_s = 0, p.direction = SKL_KL_FORWARD;
     return p;
 }
 

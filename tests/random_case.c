@@ -97,6 +97,11 @@ static void draw_bounds_and_sinks(test_case *c, test_random *random)
         c->bounds = (test_bounds)random_between(random, BOUNDS_NONE + 1, BOUNDS_COUNT - 1);
     const int reverse_group = c->heads_t > c->heads_s && c->direction == SKL_KL_REVERSE;
     c->sinks = one_in(random, 6) && !c->index_heads && c->lse != LSE_WIDER && !reverse_group;
+    if (one_in(random, 8) && !c->index_heads) {
+        c->linear = 1;
+        c->direction = SKL_KL_FORWARD;
+        c->scale_s = c->softcap_s = 0;
+    }
 }
 
 /* Turns the case into an indexer. */
@@ -146,7 +151,7 @@ static void draw_case(random_case *storage, test_random *random)
 /* The last draw of a case, so that the other draws stay the same. */
 static void draw_attention(test_case *c, test_random *random)
 {
-    c->attention = one_in(random, 3) && !c->index_heads && !c->sinks;
+    c->attention = one_in(random, 3) && !c->index_heads && !c->sinks && !c->linear;
     c->positive_upstream = c->attention && one_in(random, 2);
 }
 
@@ -233,14 +238,14 @@ static void widen_logits(random_case *storage, test_random *random, int extreme)
     const double sign_t = one_in(random, 2) ? 1 : -1, sign_s = one_in(random, 2) ? 1 : -1;
     if (one_in(random, 4))
         c->scale_t = (float)(sign_t * draw_decades(random, 1e-4, 10));
-    if (one_in(random, 4))
+    if (one_in(random, 4) && !c->linear)
         c->scale_s = (float)(sign_s * draw_decades(random, 1e-4, 10));
     if (one_in(random, 4))
         c->softcap_t = (float)draw_decades(random, SOFTCAP_MIN, SOFTCAP_MAX);
-    if (one_in(random, 4) && !c->index_heads)
+    if (one_in(random, 4) && !c->index_heads && !c->linear)
         c->softcap_s = (float)draw_decades(random, SOFTCAP_MIN, SOFTCAP_MAX);
     if (one_in(random, 6) && c->dim_t == c->dim_s && c->heads_t == c->heads_s && !c->index_heads &&
-        c->key_heads_t == c->key_heads_s && !c->sizes)
+        c->key_heads_t == c->key_heads_s && !c->sizes && !c->linear)
         c->apart = draw_decades(random, 1e-4, 1);
 }
 

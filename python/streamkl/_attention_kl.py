@@ -68,7 +68,7 @@ def attention_kl(
     For every batch, student head and query row, over the keys that the row attends to::
 
         P = softmax(softcap_t(softmax_scale_t * <q_t, k_t>))    the teacher
-        S = softmax(softcap_s(softmax_scale_s * <q_s, k_s>))    the student
+        S = softmax(softcap_s(softmax_scale_s * <q_s, k_s>))    the student; with link_s="linear" <q_s, k_s> / sum <q_s, k_s>
         KL = sum_j P_j (log P_j - log S_j)                      or sum_j S_j (log S_j - log P_j)
 
     Gradients flow to those of the four tensors that require them; the others are not computed. A row that attends to no

@@ -8,6 +8,7 @@ import os
 import torch
 
 from ._checks import sizes
+from ._problem import LINK_LINEAR
 
 _ROWS = 4  # per sequence
 _SEQUENCES = 8
@@ -23,7 +24,9 @@ def is_lse_check_on(check_lse: bool, *lses: torch.Tensor | None) -> bool:
 def check_both_lses(teacher, student, lengths, options) -> None:
     """Raises ValueError if an LSE of teacher or student, given as (q, k, lse, sink), is not that of the visible keys."""
     _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options)
-    _check("lse_s", student, options.scale_s, options.softcap_s, lengths, options)
+    _check(
+        "lse_s", student, options.scale_s, options.softcap_s, lengths, options, linear=options.link_s == LINK_LINEAR
+    )
 
 
 def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
@@ -32,12 +35,12 @@ def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
 
 
 @torch.no_grad()
-def _check(name, given, scale, softcap, lengths, options, indices=None, wider=False) -> None:
+def _check(name, given, scale, softcap, lengths, options, indices=None, wider=False, linear=False) -> None:
     q, k, lse, sink = given
-    scale = scale or 1 / math.sqrt(q.shape[-1])
+    scale = scale or (1.0 if linear else 1 / math.sqrt(q.shape[-1]))
     for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
         logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+        logits = softcap * torch.tanh(logits / softcap) if softcap else logits.log() if linear else logits
         if in_indices is not None:
             logits = logits.gather(1, in_indices.clamp(min=0)).masked_fill(in_indices < 0, -torch.inf)
         expected = logits.logsumexp(-1)

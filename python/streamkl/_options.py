@@ -28,11 +28,12 @@ from typing import (
 import torch
 from torch.autograd import forward_ad
 
-from ._problem import FLOAT_OPTIONS, KL_FORWARD, KL_REVERSE, Options
+from ._problem import FLOAT_OPTIONS, KL_FORWARD, KL_REVERSE, LINK_LINEAR, LINK_SOFTMAX, Options
 
 Direction = Literal["forward", "reverse"]
 Reduction = Literal["mean", "sum", "none"]
 Layout = Literal["bnhd", "bhnd"]
+Link = Literal["softmax", "linear"]
 ShardLayout = Literal["zigzag", "contiguous"]
 Comm = Literal["allgather", "ring"]
 Gradients = Literal["sum", "mean"]
@@ -188,12 +189,17 @@ class AttentionOptions(_Loss, total=False):
         none must be given. All LSEs include it. A row that attends to no key has no sink.
     sink_s: attention sinks of the student, ``[heads_s]``. Gradients flow to both. With ``heads_t > heads_s`` sinks need
         ``direction="forward"`` and a teacher without gradients.
+    link_s: ``"softmax"``, or ``"linear"`` for a student with linear attention (Hedgehog, LoLCATs): S is a / sum a with
+        a = <q_s, k_s>, and q_s and k_s are its feature maps. There is no scale and no softcap, lse_s is log sum a, and only
+        ``direction="forward"`` is possible. No a may be negative: its row is NaN. A key with a = 0 to which the teacher
+        attends makes the KL infinite.
     """
 
     softcap_s: Annotated[float, 0.0]
     lse_s: Annotated[torch.Tensor | None, None]
     sink_t: Annotated[torch.Tensor | None, None]
     sink_s: Annotated[torch.Tensor | None, None]
+    link_s: Annotated[Link, "softmax"]
 
 
 class IndexerOptions(_Loss, total=False):
@@ -370,6 +376,7 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "direction": lambda direction: dict(direction=KL_REVERSE if direction == "reverse" else KL_FORWARD),
     "layout": lambda layout: dict(heads_first=layout == "bhnd"),
     "relu": lambda relu: dict(index_linear=not relu),
+    "link_s": lambda link: dict(link_s=LINK_LINEAR if link == "linear" else LINK_SOFTMAX),
     "reduction": lambda _: {},
     "check_lse": lambda _: {},
     "lse_t_wider": lambda _: {},

@@ -13,6 +13,7 @@ from typing import Any
 
 DQ_T, DK_T, DQ_S, DK_S, DW_S, DSINK_T, DSINK_S, DV_S = (1 << bit for bit in range(8))  # skl_problem.gradients
 KL_FORWARD, KL_REVERSE = 0, 1  # skl_direction
+LINK_SOFTMAX, LINK_LINEAR = 0, 1  # skl_link
 ATTENTION, INDEXER = 0, 1  # skl_student
 CPU, CUDA = 0, 1  # skl_device
 
@@ -68,6 +69,7 @@ class Problem:
     top_k: int = _derived(ctypes.c_int64)
     row_bounds: bool = _derived(ctypes.c_int32)
     sinks: bool = _derived(ctypes.c_int32)
+    link_s: int = _option("int", LINK_SOFTMAX, ctypes.c_int)
 
     # skl_options
     device: int = _derived(ctypes.c_int, _SKL_OPTIONS)

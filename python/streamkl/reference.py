@@ -45,10 +45,24 @@ def logits(q, k, scale, softcap) -> torch.Tensor:
 
 
 def sequence_kl(
-    q_t, k_t, q_s, k_s, visible, scale_t, scale_s, softcap_t, softcap_s, reverse, sink_t=None, sink_s=None
+    q_t,
+    k_t,
+    q_s,
+    k_s,
+    visible,
+    scale_t,
+    scale_s,
+    softcap_t,
+    softcap_s,
+    reverse,
+    sink_t=None,
+    sink_s=None,
+    link_s="softmax",
 ):
     """(KL, lse_t, lse_s) of one sequence: [heads, len_q] each, from tensors [heads, length, dim]."""
-    x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, scale_s, softcap_s)
+    is_linear = link_s == "linear"
+    x, y = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0 if is_linear else scale_s, softcap_s)
+    y = y.log() if is_linear else y
     if sink_t is not None:  # one more outcome of every row that attends to a key
         x, y = (
             torch.cat([z, sink.to(z.dtype)[:, None, None].expand(*z.shape[:2], 1)], -1)
@@ -173,7 +187,7 @@ def attention_kl(q_t, k_t, q_s, k_s, *, return_lse=False, **options):
     rows = []
     for b, q, k, visible in sequences(q_t, k_t, asked):
         parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
-        rows.append(sequence_kl(*parts, visible, *logits_of, reverse, asked.sink_t, asked.sink_s))
+        rows.append(sequence_kl(*parts, visible, *logits_of, reverse, asked.sink_t, asked.sink_s, asked.link_s))
     kl, out_t, out_s = (
         join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), (0.0, -torch.inf, -torch.inf))
     )

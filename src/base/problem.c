@@ -48,6 +48,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"top_k", p->top_k, 0, INT32_MAX},
         {"row_bounds", p->row_bounds, 0, 1},
         {"sinks", p->sinks, 0, 1},
+        {"link_s", p->link_s, SKL_LINK_SOFTMAX, SKL_LINK_LINEAR},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         const int_rule *const rule = &rules[i];
@@ -158,6 +159,21 @@ static skl_status check_sinks(const skl_problem *p)
     return SKL_OK;
 }
 
+static skl_status check_link(const skl_problem *p)
+{
+    if (p->link_s != SKL_LINK_LINEAR)
+        return SKL_OK;
+    const int_rule rules[] = {{"student", p->student, 0, 0},
+                              {"direction", p->direction, 0, 0},
+                              {"gradients & SKL_DV_S", p->gradients & SKL_DV_S, 0, 0},
+                              {"scale_s", p->scale_s != 0.0F, 0, 0},
+                              {"softcap_s", p->softcap_s != 0.0F, 0, 0}};
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
+        if (rules[i].value != 0)
+            return skl_fail(SKL_ERROR_ARGUMENT, "%s: must be 0 with link_s=SKL_LINK_LINEAR", rules[i].name);
+    return SKL_OK;
+}
+
 /* A plan for skl_attention_forward and skl_attention_backward. */
 static skl_status check_values(const skl_problem *p)
 {
@@ -184,6 +200,8 @@ static void fill_defaults(skl_problem *p)
         p->key_heads_s = p->heads_s;
     if (p->scale_t == 0.0F)
         p->scale_t = 1.0F / sqrtf((float)p->dim_t);
+    if (p->link_s == SKL_LINK_LINEAR)
+        p->scale_s = 1.0F;
     if (p->scale_s == 0.0F)
         p->scale_s = 1.0F / sqrtf((float)(skl_is_indexer(p) ? p->dim_s * p->index_heads : p->dim_s));
     if (p->window_left < 0)
@@ -224,6 +242,7 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
     SKL_TRY(check_layout(&p));
     SKL_TRY(check_student(&p));
     SKL_TRY(check_sinks(&p));
+    SKL_TRY(check_link(&p));
     SKL_TRY(check_values(&p));
     fill_defaults(&p);
     SKL_TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));

@@ -33,6 +33,7 @@ typedef struct skl_side {
     skl_dtype dtype, grad_dtype;
     int64_t heads, key_heads, dim;
     float scale, softcap;
+    bool linear;    /* SKL_LINK_LINEAR */
     bool on_matrix; /* a CPU kernel multiplies its 16-bit numbers on a matrix unit */
 } skl_side;
 
@@ -49,6 +50,7 @@ SKL_HOST_DEVICE skl_side skl_teacher_of(const skl_problem *p, const skl_call *ca
                               p->dim_t,
                               p->scale_t,
                               p->softcap_t,
+                              false,
                               false};
     return teacher;
 }
@@ -66,6 +68,7 @@ SKL_HOST_DEVICE skl_side skl_student_of(const skl_problem *p, const skl_call *ca
                               p->dim_s,
                               p->scale_s,
                               p->softcap_s,
+                              p->link_s == SKL_LINK_LINEAR,
                               false};
     return student;
 }

@@ -11,6 +11,15 @@
 static skl_cuda_argument argument_of(const skl_side *side)
 {
     const bool capped = skl_caps_logits(side->softcap);
+    if (side->linear)
+        return (skl_cuda_argument){.q = *side->q,
+                                   .k = *side->k,
+                                   .heads_per_key = (int32_t)(side->heads / side->key_heads),
+                                   .dim = (int32_t)side->dim,
+                                   .capped = true,
+                                   .linear = true,
+                                   .scale = 1.0F,
+                                   .product_max = -1.0F}; /* the polynomial of a softcap covers no product */
     /* Where only the other argument has a softcap, this one gets a cap so large that tanh u is u to the last bit. */
     const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
     skl_cuda_argument argument = {.q = *side->q,
@@ -70,7 +79,11 @@ static skl_cuda_params halves_of(const skl_problem *p, const skl_call *call, boo
     forward.inputs.lse_t = forward.inputs.lse_s = none;
     forward.rows.lse_t = forward.rows.lse_s = lse;
     forward.rows.lse_s.data = halves.apart ? (float *)lse.data + halves.heads * lse.stride_head : NULL;
-    return params_of(&halves.problem, &forward);
+    skl_cuda_params params = params_of(&halves.problem, &forward);
+    skl_side first = skl_teacher_of(&halves.problem, &forward);
+    first.linear = side.linear;
+    params.a = argument_of(&first);
+    return params;
 }
 
 /* Parameters that all launches of a call share. */

@@ -55,7 +55,7 @@ HOPPER_F32_KERNELS(DECLARE)
     {                                                                                                                \
         .name = "cuda_general", .detail = "any type, size and stride: f32 arithmetic without tensor cores",          \
         .capability = SKL_CAPABILITY_sm80, .capability_end = SKL_CAPABILITY_END_sm80, .general = true,               \
-        .softcap = true, .reverse = true, __VA_ARGS__                                                                \
+        .softcap = true, .linear_link = true, .reverse = true, __VA_ARGS__                                           \
     }
 
 static const skl_cuda_kernel general_dense = GENERAL(.does = SKL_DOES_DENSE, .forward = skl_cuda_general_dense_rows,

@@ -45,6 +45,7 @@ typedef struct skl_cuda_kernel {
     int64_t group_max;              /* teacher groups: most heads of a group; 0: no limit */
     int64_t index_heads_max;        /* indexers: most index heads of a student head; 0: no limit */
     bool softcap;                   /* either side may have a softcap */
+    bool linear_link;               /* the student may have a linear link */
     bool reverse;                   /* KL(S || P), too */
     skl_cuda_launcher forward;      /* row results */
     skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order */

@@ -19,7 +19,8 @@ typedef struct skl_cuda_argument {
     skl_input q, k;
     int32_t heads_per_key; /* query heads that share a key head */
     int32_t dim;
-    int32_t capped;
+    int32_t capped;  /* the logit is no multiple of the product: a softcap, or a linear link */
+    int32_t linear;  /* the logit is the logarithm of the product: SKL_LINK_LINEAR */
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
     float inverse_softcap_2;

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_guides import snippets
 
+import streamkl
 from streamkl import losses
 
 
@@ -75,6 +76,12 @@ def tinybert(page):
     return torch.nn.functional.mse_loss(scores("q_s", "k_s"), scores("q_t", "k_t"))
 
 
+def hedgehog(page):
+    p = attention(page["q_t"].double(), page["k_t"].double(), causal=True)
+    a = torch.einsum("bihd,bjhd->bhij", page["phi"](page["q_s"].double()), page["phi"](page["k_s"].double())).tril()
+    return cross_entropy(p, a / a.sum(-1, keepdim=True)) - cross_entropy(p, p)
+
+
 def entropy(page):
     a = attention(page["q_s"].double(), page["k_s"].double(), causal=True)
     return cross_entropy(a, a)
@@ -101,6 +108,7 @@ FORMULAS = {
     "minilm": lambda page: relations(page, page["relation"].__defaults__[0], key_lengths=page["key_lengths"]),
     "linear_ard": lambda page: relations(page, page["heads"], causal=True),
     "tinybert": tinybert,
+    "hedgehog": hedgehog,
     "entropy": entropy,
     "dsa": dsa,
     "index_cache": index_cache,
@@ -188,3 +196,51 @@ def test_relation_heads_must_divide():
     tensor = torch.randn(1, 3, 4, 16)
     bhnd = losses.relation_heads(tensor.transpose(1, 2), 2, layout="bhnd")
     assert torch.equal(bhnd.transpose(1, 2), losses.relation_heads(tensor, 2))
+
+
+def linear_features(zero=None, sign=1.0):
+    """A teacher, and positive feature maps of a student."""
+    torch.manual_seed(3)
+    q_t, k_t = torch.randn(1, 9, 1, 8), torch.randn(1, 9, 1, 8)
+    q_s, k_s = torch.rand(1, 9, 1, 4) + 0.1, torch.rand(1, 9, 1, 4) + 0.1
+    if zero is not None:
+        k_s[:, zero] = 0
+    k_s[:, 4] *= sign
+    return q_t, k_t, q_s.requires_grad_(), k_s.requires_grad_()
+
+
+def test_a_negative_product_of_a_linear_student_makes_its_row_nan():
+    rows = streamkl.attention_kl(*linear_features(sign=-1.0), link_s="linear", causal=True, reduction="none")
+    assert rows[..., :4].isfinite().all() and rows[..., 4:].isnan().all()
+
+
+def test_a_zero_of_a_linear_student_is_infinite_where_the_teacher_attends():
+    rows = streamkl.attention_kl(*linear_features(zero=4), link_s="linear", causal=True, reduction="none")
+    assert rows[..., :4].isfinite().all() and rows[..., 4:].isposinf().all()
+
+
+def test_a_zero_of_a_linear_student_is_free_where_the_teacher_does_not_attend():
+    q_t, k_t, q_s, k_s = linear_features(zero=4)
+    q_t, k_t[:, 4] = q_t.abs(), -1e4
+    loss = streamkl.attention_kl(q_t, k_t, q_s, k_s, link_s="linear")
+    loss.backward()
+    assert loss.isfinite() and q_s.grad.isfinite().all() and k_s.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("options, named", [(dict(softmax_scale_s=0.5), "scale_s"), (dict(softcap_s=3.0), "softcap_s"),
+                                            (dict(direction="reverse"), "direction")])  # fmt: skip
+def test_a_linear_student_has_no(options, named):
+    with pytest.raises(ValueError, match=f"{named}: must be 0 with link_s"):
+        streamkl.attention_kl(*linear_features(), link_s="linear", **options)
+
+
+def test_the_lse_of_a_linear_student_is_checked():
+    q_t, k_t, q_s, k_s = linear_features()
+    loss, lse_t, lse_s = streamkl.attention_kl(q_t, k_t, q_s, k_s, link_s="linear", return_lse=True)
+    expected = torch.einsum("bihd,bjhd->bhij", q_s, k_s).sum(-1).log()
+    torch.testing.assert_close(lse_s, expected.detach())
+    given = dict(lse_t=lse_t, check_lse=True, link_s="linear")
+    again = streamkl.attention_kl(q_t, k_t, q_s, k_s, lse_s=lse_s, **given)
+    torch.testing.assert_close(again, loss)
+    with pytest.raises(ValueError, match="lse_s"):
+        streamkl.attention_kl(q_t, k_t, q_s, k_s, lse_s=lse_s + 1, **given)

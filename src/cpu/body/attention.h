@@ -46,7 +46,8 @@ static void attention_panel(const tile *t, int64_t panel, const float *y, float 
 {
     const skl_side *const side = &t->student;
     const int64_t columns = panel_columns(t, panel);
-    const float scale = logit_scale(side), cap = inverse_cap(side);
+    const float scale = logit_scale(side);
+    const logit_link link = link_of(side);
     panel_dots(dp, side, loaded_keys(side, t->v), panel_queries(t->doT, side, panel), columns, keys->count);
     for (int64_t column = 0; column < columns; column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
@@ -59,7 +60,7 @@ static void attention_panel(const tile *t, int64_t panel, const float *y, float 
             vec_store(t->s + key * t->height + row, s);
             if (g == NULL)
                 continue;
-            const vec ds = s * (vec_load(dp + key * PANEL + column) - d) * slope_of(logit, cap) * side->scale;
+            const vec ds = s * (vec_load(dp + key * PANEL + column) - d) * slope_of(logit, link) * side->scale;
             float *const at = g + key * t->height + row;
             vec_store(at, vec_load(at) + (vec)((ivec)ds & seen));
         }

@@ -3,7 +3,7 @@
  *
  *     g_a = c_a e^log_a (log_a - log_b - KL)        g_b = c_b (e^log_b - e^log_a)
  *
- * c is the upstream gradient times the scale of the side, times 1 - (logit / cap)^2 with a softcap. */
+ * c is the upstream gradient times the scale of the side, times the slope of the link: see slope_of. */
 #ifndef SKL_CPU_BODY_GRADIENT_H
 #define SKL_CPU_BODY_GRADIENT_H
 
@@ -12,10 +12,10 @@
 /* One argument of the KL in a panel. */
 typedef struct argument {
     logits x;
-    const float *lse;  /* [height] */
-    float scale;       /* of the side, for the chain rule to q and k */
-    float inverse_cap; /* 1 / softcap; 0: none */
-    float *gradient;   /* [key][height] of the tile, or NULL */
+    const float *lse; /* [height] */
+    float scale;      /* of the side, for the chain rule to q and k */
+    logit_link link;
+    float *gradient; /* [key][height] of the tile, or NULL */
 } argument;
 
 /* Equal keys have equal probabilities, and a long sum of them rounds in the same direction at every step. Summing
@@ -74,13 +74,13 @@ SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const
         const ivec seen = general ? lane_mask(lanes, key) : ivec_of(-1);
         const ivec written = general ? lane_mask(with_gradient, key) : ivec_of(-1);
         if (with_a) {
-            const vec slope = slope_of(x_a, a->inverse_cap);
+            const vec slope = slope_of(x_a, a->link);
             const vec g = mass_times(c_a * p_a, log_a - log_b - kl) * slope;
             vec_store(a->gradient + key * t->height + row, (vec)((ivec)g & written));
         }
         if (with_b) {
             const vec g = c_b * (p_b - p_a);
-            const vec slope = slope_of(x_b, b->inverse_cap);
+            const vec slope = slope_of(x_b, b->link);
             const vec sloped = general ? g * slope : g;
             vec_store(b->gradient + key * t->height + row, (vec)((ivec)sloped & written));
         }
@@ -107,7 +107,7 @@ static void gradient_panel(const tile *t, int64_t panel, const argument *a, cons
 {
     const bool with_a = a->gradient != NULL;
     const bool with_b = b->gradient != NULL;
-    const bool may_be_plain = seen == FULL && with_b && !with_a && b->inverse_cap == 0.0F;
+    const bool may_be_plain = seen == FULL && with_b && !with_a && is_plain(b->link);
     const int32_t count = (int32_t)keys->count;
     for (int64_t column = 0; column < panel_columns(t, panel); column += SKL_LANES) {
         const int64_t row = panel * PANEL + column;
@@ -161,10 +161,10 @@ static void tile_gradients(const tile *t, const key_tile *keys, const wanted *wa
         const argument teacher = {{x, teacher_group ? 1.0F : logit_scale(&t->teacher)},
                                   teacher_group ? t->zero : t->lse_t,
                                   t->teacher.scale,
-                                  teacher_group ? 0.0F : inverse_cap(&t->teacher),
+                                  teacher_group ? PLAIN_LINK : link_of(&t->teacher),
                                   g_t};
         const argument student = {
-            {y, logit_scale(&t->student)}, t->lse_s, t->student.scale, inverse_cap(&t->student), g_s};
+            {y, logit_scale(&t->student)}, t->lse_s, t->student.scale, link_of(&t->student), g_s};
         if (g_t != NULL || g_s != NULL || want->kl)
             gradient_panel(t, panel, t->reverse ? &student : &teacher, t->reverse ? &teacher : &student, keys, seen,
                            want->kl);
@@ -178,7 +178,7 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
 {
     const float scale_t = logit_scale(&t->teacher);
     const float scale_s = logit_scale(&t->student);
-    const float cap = inverse_cap(&t->teacher);
+    const logit_link link = link_of(&t->teacher);
     float *const z = t->sum; /* group_logits no longer needs it */
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
         if (panel_visibility(t, panel, keys) == HIDDEN) {
@@ -198,7 +198,7 @@ static void head_gradient(const tile *t, int64_t h, const key_tile *keys)
                 const vec x = vec_load(z + key * PANEL + column) * scale_t;
                 const vec log_p = vec_load(t->x + at);
                 const vec log_s = vec_load(t->y + at) * scale_s - lse_s;
-                const vec g = c * head_excess(x - lse_t, log_p, log_s, dot, t->reverse) * slope_of(x, cap);
+                const vec g = c * head_excess(x - lse_t, log_p, log_s, dot, t->reverse) * slope_of(x, link);
                 vec_store(t->g_t + key * t->height + row, (vec)((ivec)g & lane_mask(&lanes, key)));
             }
         }

@@ -235,8 +235,8 @@ static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
             continue;
         }
         index_logits(x, panel, keys);
-        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, 0.0F, 0.0F, NULL};
-        const argument student = {{t->y, t->student.scale}, t->lse_s, t->student.scale, 0.0F, t->g_s};
+        const argument teacher = {{t->x + panel * TILE_K * PANEL, 1.0F}, t->zero, 0.0F, PLAIN_LINK, NULL};
+        const argument student = {{t->y, t->student.scale}, t->lse_s, t->student.scale, PLAIN_LINK, t->g_s};
         const argument *const a = t->reverse ? &student : &teacher;
         gradient_panel(t, panel, a, t->reverse ? &teacher : &student, keys, seen, kl);
         if (kl)

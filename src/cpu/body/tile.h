@@ -347,10 +347,10 @@ static key_view keys_for_logits(const tile *t, const skl_side *side, const key_t
     return loaded_keys(side, buffer);
 }
 
-/* Factor from a stored number to a logit. Softcapped logits are stored with factor 1. */
+/* Factor from a stored number to a logit. Logits that are not a multiple of the product are stored with factor 1. */
 static float logit_scale(const skl_side *side)
 {
-    return side->softcap > 0.0F ? 1.0F : side->scale;
+    return side->softcap > 0.0F || side->linear ? 1.0F : side->scale;
 }
 
 /* x[key][lane] = <k, q> of one panel. */
@@ -366,27 +366,48 @@ static void panel_dots(float *x, const skl_side *side, key_view k, const float *
     matrix_product(&operands, false);
 }
 
-/* The same; with a softcap, the capped logit. */
+/* The same; with a softcap the capped logit, with a linear link the logarithm. */
 static void panel_logits(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
                          int64_t key_count)
 {
     panel_dots(x, side, k, qT, columns, key_count);
-    if (side->softcap == 0.0F)
+    if (side->softcap == 0.0F && !side->linear)
         return;
     for (int64_t at = 0; at < key_count * PANEL; at += SKL_LANES)
-        if (at % PANEL < columns)
-            vec_store(x + at, softcap_vec(vec_load(x + at) * side->scale, side->softcap));
+        if (at % PANEL < columns) {
+            const vec product = vec_load(x + at);
+            vec_store(x + at, side->linear ? log_of_any(product) : softcap_vec(product * side->scale, side->softcap));
+        }
 }
 
-static float inverse_cap(const skl_side *side)
+/* How the logits of a side depend on its products. */
+typedef struct logit_link {
+    float inverse_cap; /* 1 / softcap; 0: none */
+    bool linear;
+} logit_link;
+
+static const logit_link PLAIN_LINK = {0.0F, false};
+
+static logit_link link_of(const skl_side *side)
 {
-    return side->softcap > 0.0F ? 1.0F / side->softcap : 0.0F;
+    const logit_link link = {side->softcap > 0.0F ? 1.0F / side->softcap : 0.0F, side->linear};
+    return link;
 }
 
-/* Derivative of the softcap at a capped logit. */
-SKL_INLINE vec slope_of(vec logit, float inverse_cap)
+/* The logit of softmax attention without a softcap is a multiple of the product. */
+static bool is_plain(logit_link link)
 {
-    const vec ratio = inverse_cap == 0.0F ? vec_of(0.0F) : logit * inverse_cap; /* an infinite logit has no cap */
+    return link.inverse_cap == 0.0F && !link.linear;
+}
+
+/* Derivative of a logit that is not a multiple of the product: 1 - (logit / cap)^2, or 1 / a = e^-logit. It is finite
+ * for a = 0, so that a pair without mass on either side has gradient 0. */
+SKL_INLINE vec slope_of(vec logit, logit_link link)
+{
+    if (link.linear)
+        return vec_at_most(vec_of(FLT_MAX), exp_vec(-logit));
+    const vec ratio =
+        link.inverse_cap == 0.0F ? vec_of(0.0F) : logit * link.inverse_cap; /* an infinite logit has no cap */
     return vec_fma(-ratio, ratio, vec_of(1.0F));
 }
 

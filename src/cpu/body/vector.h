@@ -5,6 +5,8 @@
 #ifndef SKL_CPU_BODY_VECTOR_H
 #define SKL_CPU_BODY_VECTOR_H
 
+#include <float.h>
+#include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -158,6 +160,15 @@ SKL_INLINE vec log_vec(vec x)
     p = horner(p, s, 0.96179885F);
     p = horner(p, s, 2.88539008F);
     return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2;
+}
+
+/* Logarithm of any number: -inf for 0, NaN below it. Subnormal numbers count as 0, as in the products of matrix
+ * units. */
+SKL_INLINE vec log_of_any(vec x)
+{
+    const vec log = vec_select(x < FLT_MIN, vec_of(-INFINITY), log_vec(x));
+    const vec finite = vec_select(x > FLT_MAX, x, log);
+    return vec_select((ivec)(x >= 0.0F), finite, vec_of(NAN));
 }
 
 /* cap tanh(z / cap) = cap - cap / (e^2r / 2 + 1/2) with r = z / cap. Near 0, where that would cancel, z plus a

@@ -24,11 +24,11 @@ typedef skl_f16 skl_element_f16;
 #define SKL_TMA_sm80      false
 #define SKL_TMA_sm90      true
 
-/* `softcap`, or `linear` where a kernel has no softcaps. */
+/* `softcap`, or `plain` where a kernel has no softcaps. */
 #define SKL_SOFTCAP_softcap true
-#define SKL_SOFTCAP_linear  false
+#define SKL_SOFTCAP_plain   false
 #define SKL_DETAIL_softcap  ""
-#define SKL_DETAIL_linear   ", no softcap"
+#define SKL_DETAIL_plain    ", no softcap"
 
 /* The row cuda_ARCH_TYPE_NAME. What follows `detail` are members of skl_cuda_kernel, in their order. */
 #define SKL_KERNEL(arch, type, name_, detail_, ...)                                                                  \

@@ -5,6 +5,7 @@
 
 #include "base/kl_math.h"
 #include "cuda/general/pipeline.cuh"
+#include "cuda/common/linear_link.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/sequence.cuh"
 
@@ -15,6 +16,7 @@ struct tile_side {
     skl_dtype dtype;
     float scale;   /* product to logit in base 2; with a softcap, product to argument of tanh */
     float softcap; /* in base 2; 0: none */
+    bool linear;   /* the logit is the logarithm of the product */
 };
 
 enum { TEACHER = 0, STUDENT = 1 };
@@ -28,7 +30,8 @@ __device__ inline tile_side tile_side_of(const skl_side &side)
                               side.dim,
                               side.dtype,
                               capped ? side.scale / side.softcap : side.scale * SKL_LOG2E,
-                              capped ? side.softcap * SKL_LOG2E : 0.0F};
+                              capped ? side.softcap * SKL_LOG2E : 0.0F,
+                              side.linear};
     return result;
 }
 
@@ -67,6 +70,14 @@ template <bool DK> __device__ inline tile_operands operands_of(const tile_positi
  * equal inputs must give teacher and student the same bits. */
 template <int COLUMNS> __device__ inline void scale_products(fragment<COLUMNS> &x, const tile_side &side)
 {
+    if (side.linear) {
+#pragma unroll
+        for (int i = 0; i < ROWS; i++)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j++)
+                x.at[i][j] = linear_logit(x.at[i][j]);
+        return;
+    }
     const float scale = side.scale, softcap = side.softcap;
 #pragma unroll
     for (int i = 0; i < ROWS; i++)

@@ -16,12 +16,12 @@ typedef struct choice {
     const char *reason;            /* why it is this kernel */
     bool some_rows, some_keys;     /* there are queries; there are keys */
     bool rows, gradients;          /* what the call computes */
-    bool capped;                   /* a side has a softcap */
+    bool capped;                   /* a side has a softcap or a linear link */
 } choice;
 
 /* ---- fit.c: which kernel fits a problem, and why ------------------------------------------------------------ */
 
-/* Either side has a softcap that changes logits. */
+/* Either side has a softcap that changes logits, or a linear link. */
 bool skl_select_is_capped(const skl_problem *p);
 
 /* A forward of an indexer that requests only its LSEs does not read the teacher. */

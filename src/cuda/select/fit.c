@@ -15,7 +15,7 @@ bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability)
 
 bool skl_select_is_capped(const skl_problem *p)
 {
-    return skl_caps_logits(p->softcap_t) || skl_caps_logits(p->softcap_s);
+    return skl_caps_logits(p->softcap_t) || skl_caps_logits(p->softcap_s) || p->link_s == SKL_LINK_LINEAR;
 }
 
 uint32_t skl_cuda_work_of(const skl_problem *p)
@@ -63,7 +63,7 @@ static bool fits_dims(const skl_cuda_kernel *kernel, const skl_problem *p)
     return large <= kernel->dim_max && (kernel->small_dim_max == 0 || small <= kernel->small_dim_max);
 }
 
-enum { ALL_NEEDS = 7 };
+enum { ALL_NEEDS = 8 };
 
 /* How many of the needs of a problem a kernel meets, up to the first that it does not, which *missing explains. */
 static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const char **missing)
@@ -79,6 +79,7 @@ static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const 
          "a head size is not a multiple of 8: no tensor cores"},
         {fits_dims(kernel, p), "a head size above those of the kernels for this problem: no tensor cores"},
         {kernel->softcap || !skl_select_is_capped(p), "a softcap: no tensor cores for this problem"},
+        {kernel->linear_link || p->link_s != SKL_LINK_LINEAR, "a linear link: no tensor cores for this problem"},
         {kernel->reverse || p->direction != SKL_KL_REVERSE, "the reverse KL: no tensor cores for this problem"},
         {(kernel->group_max == 0 || skl_group_size(p) <= kernel->group_max) &&
              (!queries_in_memory || fits_group_memory(p)),

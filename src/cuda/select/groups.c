@@ -18,6 +18,7 @@ skl_cuda_halves skl_cuda_halves_of(const skl_problem *p, bool of_teacher)
     q->dtype_t = q->dtype_s = of_teacher ? p->dtype_t : p->dtype_s;
     q->scale_t = q->scale_s = of_teacher ? p->scale_t : p->scale_s;
     q->softcap_t = q->softcap_s = of_teacher ? p->softcap_t : p->softcap_s;
+    q->link_s = of_teacher ? SKL_LINK_SOFTMAX : p->link_s;
     q->direction = SKL_KL_FORWARD;
     q->gradients = 0;
     return halves;

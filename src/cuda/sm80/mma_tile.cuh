@@ -17,6 +17,7 @@
 #define SKL_CUDA_SM80_MMA_TILE_CUH
 
 #include "base/kl_math.h"
+#include "cuda/common/linear_link.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/tile_scheduler.cuh"
 
@@ -222,7 +223,7 @@ __device__ inline void multiply_add_smem(float (&x)[M][N][4], uint32_t a_address
     }
 }
 
-/* Applies the softcap if the argument has one. Returns the factor that the logits still need. */
+/* Applies the softcap or the logarithm of the argument, if it has one. Returns the factor that logits still need. */
 template <int M, int BLOCKS>
 __device__ inline float cap_logits(float (&x)[M][BLOCKS][4], const skl_cuda_argument &argument)
 {
@@ -232,7 +233,8 @@ __device__ inline float cap_logits(float (&x)[M][BLOCKS][4], const skl_cuda_argu
     for (int m = 0; m < M; m++)
 #pragma unroll
         for (int e = 0; e < BLOCKS * 4; e++)
-            x[m][e / 4][e % 4] = argument.softcap_2 * tanhf(x[m][e / 4][e % 4] * argument.scale);
+            x[m][e / 4][e % 4] = argument.linear ? linear_logit(x[m][e / 4][e % 4])
+                                                 : argument.softcap_2 * tanhf(x[m][e / 4][e % 4] * argument.scale);
     return 1.0F;
 }
 

@@ -6,7 +6,7 @@
 
 #define SKL_SM80_GROUP_TILES(type)                                                                                   \
     SKL_KERNEL(                                                                                                      \
-        sm80, type, group_tiles, "teacher groups of up to 8 heads, dim <= 128" SKL_DETAIL_linear,                    \
+        sm80, type, group_tiles, "teacher groups of up to 8 heads, dim <= 128" SKL_DETAIL_plain,                     \
         .does = SKL_DOES_GROUPS, .dim_max = SKL_GROUP_DIM_MAX, .group_max = SKL_GROUP_TILES_SIZE_MAX,                \
         .forward = SKL_LAUNCHER(sm80, type, group_tiles, sm80::launch_group_tile_rows<SKL_ELEMENT(type)>),           \
         .dq = SKL_LAUNCHER(sm80, type, group_tiles, sm80::launch_group_tile_gradients<SKL_ELEMENT(type), false>),    \

@@ -21,7 +21,7 @@ cudaError_t launch_gradient_of(const char *kernel, const skl_cuda_params *params
 
 #define SKL_SM80_ATTENTION(type, dim)                                                                                \
     SKL_KERNEL(sm80, type, dim, "dim <= " #dim, .does = SKL_DOES_ATTENTION, .dim_max = dim, .small_dim_max = dim,    \
-               .softcap = true, .reverse = true,                                                                     \
+               .softcap = true, .linear_link = true, .reverse = true,                                                \
                .forward = SKL_LAUNCHER(sm80, type, dim,                                                              \
                                        sm80::forward_launch<SKL_ELEMENT(type), dim, sm80::FORWARD_M<dim>>::run),     \
                .dq = SKL_LAUNCHER(sm80, type, dim, sm80::launch_gradient_of<SKL_ELEMENT(type), dim, false>),         \

@@ -108,6 +108,7 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const bool wrt_b = wrt_b_of(params);
     const float softcap = teacher_side ? p.softcap_t : p.softcap_s;
+    const bool linear = p.link_s == SKL_LINK_LINEAR && !teacher_side;
     const key_span all = {0, TILE};
 #pragma unroll
     for (int query = 0; query < (DK ? COLUMNS : ROWS); query++) {
@@ -125,6 +126,8 @@ static __device__ void logit_gradients(fragment<COLUMNS> &x, const fragment<COLU
             const float log_ratio = wrt_group_head ? x_ij : reverse ? log_y - log_x : log_x - log_y;
             const float log_p_a = wrt_group_head ? log_p + log_ratio : reverse ? log_y : log_x;
             float g = stats.factor * pair_gradient(wrt_b, log_p, log_p_a, log_ratio, stats.offset);
+            if (linear)
+                g *= linear_slope_of_logit(logit);
             if (skl_caps_logits(softcap))
                 g *= softcap_slope(softcap, logit);
             x_ij = sees(span, DK ? acc_row(key) : acc_column(key)) ? g : 0.0F;

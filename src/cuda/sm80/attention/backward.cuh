@@ -278,8 +278,10 @@ __device__ inline void add_masked_stage(gradient_acc<SLICE<DIM>, M> &gradient, g
                     const float log_p_b = fmaf(y.at[m][block][e], scale_b, -query.lse_b);
                     float g = wrt_b ? pair_gradient<true>(log_p_a, log_p_b, query)
                                     : pair_gradient<false>(log_p_a, log_p_b, query);
-                    if (wrt.capped) { /* 1 - tanh^2, exactly 0 where tanh is 1 */
-                        const float logit = wrt_b ? y.at[m][block][e] : x.at[m][block][e];
+                    const float logit = wrt_b ? y.at[m][block][e] : x.at[m][block][e];
+                    if (wrt.linear) {
+                        g *= linear_slope_of_logit(logit);
+                    } else if (wrt.capped) { /* 1 - tanh^2, exactly 0 where tanh is 1 */
                         const float ratio = logit * wrt.inverse_softcap_2;
                         g *= fabsf(logit) == wrt.softcap_2 ? 0.0F : 1.0F - ratio * ratio;
                     }

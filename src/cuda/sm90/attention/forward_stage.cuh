@@ -85,7 +85,7 @@ __device__ inline void load_queries(smem_rows<SLABS, ROWS> &to, const CUtensorMa
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
 
 /* From a product to a logit in base 2 minus its shift. */
-struct linear_logit {
+struct plain_logit {
     float scale;
 
     __device__ float minus_shift(float product, float m) const
@@ -159,7 +159,7 @@ __device__ inline void init_shift(skl_row_state (&state)[2], const stage_logits 
 template <typename X, typename Y>
 __device__ inline void add_full(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b)
 {
-    if (add_with_shift(state, x, linear_logit{scale_a}, y, linear_logit{scale_b}))
+    if (add_with_shift(state, x, plain_logit{scale_a}, y, plain_logit{scale_b}))
         return;
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -222,7 +222,7 @@ __device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float s
     if constexpr (LAZY)
         if (full) {
             init_shift(state, x, scale_a, y, scale_b);
-            if (add_with_shift(state, x, linear_logit{scale_a}, y, linear_logit{scale_b}))
+            if (add_with_shift(state, x, plain_logit{scale_a}, y, plain_logit{scale_b}))
                 return;
         }
 #pragma unroll

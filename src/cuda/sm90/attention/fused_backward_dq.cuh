@@ -199,7 +199,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
                         sums[half] = {sums[half].l_a + p_a, sums[half].l_b + p_b,
                                       fmaf(p_a, log_p_a - log_p_b, sums[half].w)};
                     float gradient = WRT_B ? p_b - p_a : p_a * fmaf(SKL_LN2, log_p_a - log_p_b, -query.kl);
-                    if (LOGITS != logits_kind::LINEAR)
+                    if (LOGITS != logits_kind::PLAIN)
                         gradient *= of_wrt.slope;
                     pair[parity] = IN_UNITS ? gradient : seen ? gradient * query.grad : 0.0F;
                 }
@@ -218,7 +218,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         fence_operand(wrt);
         fence_operand(other);
         uint32_t g[4][4];
-        constexpr logits_kind OTHERWISE = CAPPED ? logits_kind::EXACT : logits_kind::LINEAR;
+        constexpr logits_kind OTHERWISE = CAPPED ? logits_kind::EXACT : logits_kind::PLAIN;
         if (CAPPED && !MASKED &&
             polynomials_cover(wrt, wrt_argument<WRT_B>(params), other, other_argument<WRT_B>(params)))
             compute_g<MASKED, logits_kind::POLYNOMIAL, IN_UNITS>(g, wrt, other, n);

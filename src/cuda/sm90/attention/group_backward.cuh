@@ -105,13 +105,13 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
                     const int column = acc_column(i, parity), e = half * 2 + parity;
                     const float minus_lse = MASKED ? smem.poison[column] - stats.x : -stats.x;
                     log_probability log_s = {fmaf(y[i][e], scale, minus_lse), 1.0F};
-                    if (LOGITS != logits_kind::LINEAR)
+                    if (LOGITS != logits_kind::PLAIN)
                         log_s = capped_log_probability<LOGITS>(y[i][e], params.b, minus_lse);
                     const float s = ex2(log_s.value);
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
                     if (seen)
                         add_probabilities(sums[half], p[i][e], s, log_s.value);
-                    if (LOGITS == logits_kind::LINEAR) /* in one expression: otherwise ptxas spills */
+                    if (LOGITS == logits_kind::PLAIN) /* in one expression: otherwise ptxas spills */
                         pair[parity] = seen ? (s - p[i][e]) * stats.z : 0.0F;
                     else
                         pair[parity] = seen ? (s - p[i][e]) * log_s.slope * stats.z : 0.0F;
@@ -179,7 +179,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
             [&] { barrier_arrive_if(smem.barriers.keys_s_empty, lane == 0 && n > 0); }); /* dq of the last stage */
         uint32_t g[4][4];
         if (!CAPPED)
-            compute_g<MASKED, logits_kind::LINEAR>(g, p, y, n);
+            compute_g<MASKED, logits_kind::PLAIN>(g, p, y, n);
         else if (polynomial_covers(y, params.b)) /* masked or not, as for the teacher: equal inputs have G = 0 */
             compute_g<MASKED, logits_kind::POLYNOMIAL>(g, p, y, n);
         else

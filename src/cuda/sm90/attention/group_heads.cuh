@@ -219,6 +219,8 @@ __device__ inline log_probability capped_log_probability(float product, const sk
 {
     if (LOGITS == logits_kind::EXACT && !argument.capped)
         return {__fadd_rn(__fmul_rn(product, argument.scale), minus_lse), 1.0F};
+    if (LOGITS == logits_kind::EXACT && argument.linear)
+        return {__fadd_rn(linear_logit(product), minus_lse), linear_slope(product)};
     const bool fast = LOGITS == logits_kind::POLYNOMIAL;
     const float ratio = fast ? polynomial_tanh(product, argument) : tanhf(product * argument.scale);
     const float factor = fast ? argument.tanh_factor : argument.softcap_2;
@@ -272,7 +274,7 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 const float log_p =
-                    LOGITS == logits_kind::LINEAR
+                    LOGITS == logits_kind::PLAIN
                         ? fmaf(x[block][e], argument.scale, -of_head[e / 2].value)
                         : capped_log_probability<LOGITS>(x[block][e], argument, -of_head[e / 2].value).value;
                 const float of_pair = ex2(log_p);
@@ -284,7 +286,7 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
     template <bool FIRST> __device__ void add(logits &p, const logits &x, int n, const float (&of_rows)[2]) const
     {
         if (!CAPPED)
-            add_as<FIRST, logits_kind::LINEAR>(p, x, n, of_rows);
+            add_as<FIRST, logits_kind::PLAIN>(p, x, n, of_rows);
         else if (polynomial_covers(x, argument))
             add_as<FIRST, logits_kind::POLYNOMIAL>(p, x, n, of_rows);
         else

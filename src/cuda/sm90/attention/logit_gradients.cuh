@@ -35,14 +35,14 @@ inline const skl_cuda_argument *other_of(const backward_params &params)
     return is_grad_of_b(params) ? &params.a : &params.b;
 }
 
-/* Log2 of a probability, and the derivative of its logit's softcap. */
+/* Log2 of a probability, and the derivative of its logit: of the softcap, or of the logarithm. */
 struct log_probability {
     float value, slope;
 };
 
 /* How logits come from products: no argument has a softcap; by the polynomial of softcap.cuh, which covers the
- * products; by tanhf. */
-enum class logits_kind { LINEAR, POLYNOMIAL, EXACT };
+ * products; by tanhf, or the logarithm of a linear link. */
+enum class logits_kind { PLAIN, POLYNOMIAL, EXACT };
 
 /* `product`: of a query and a key. */
 template <logits_kind LOGITS>
@@ -53,8 +53,10 @@ __device__ inline log_probability log_probability_of(float product, const skl_cu
         const float ratio = polynomial_tanh(product, argument);
         return {fmaf(argument.tanh_factor, ratio, minus_lse), fmaf(-ratio, ratio, 1.0F)};
     }
-    if (LOGITS == logits_kind::LINEAR || !argument.capped)
+    if (LOGITS == logits_kind::PLAIN || !argument.capped)
         return {fmaf(product, argument.scale, minus_lse), 1.0F};
+    if (argument.linear)
+        return {linear_logit(product) + minus_lse, linear_slope(product)};
     const float ratio = tanhf(product * argument.scale);
     return {fmaf(argument.softcap_2, ratio, minus_lse), 1.0F - ratio * ratio};
 }
@@ -209,7 +211,7 @@ template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY
 __device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,
                                                const VISIBLE &visible_rows, QUERY_STATS stats, EMIT emit)
 {
-    constexpr logits_kind LOGITS = CAPPED ? logits_kind::EXACT : logits_kind::LINEAR;
+    constexpr logits_kind LOGITS = CAPPED ? logits_kind::EXACT : logits_kind::PLAIN;
     const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
     range32 visible[2]; /* counted from the thread's first column */
 #pragma unroll

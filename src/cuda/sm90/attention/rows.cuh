@@ -21,7 +21,8 @@ typedef sm90::two_term_f32 skl_element_f32;
 #define SKL_SM90_FUSED(type, dim, cap)                                                                               \
     SKL_KERNEL(                                                                                                      \
         sm90, type, dim, "dim <= " #dim SKL_DETAIL_##cap, .does = SKL_DOES_ATTENTION, .dim_max = dim,                \
-        .small_dim_max = dim, .fused_dim_max = dim, .softcap = SKL_SOFTCAP_##cap, .reverse = true,                   \
+        .small_dim_max = dim, .fused_dim_max = dim, .softcap = SKL_SOFTCAP_##cap, .linear_link = SKL_SOFTCAP_##cap,  \
+        .reverse = true,                                                                                             \
         .forward = SKL_LAUNCHER(sm90, type, dim, sm90::launch_forward<SKL_ELEMENT(type), dim, SKL_SOFTCAP_##cap>),   \
         .fused =                                                                                                     \
             SKL_LAUNCHER(sm90, type, dim, sm90::launch_fused_backward<SKL_ELEMENT(type), dim, SKL_SOFTCAP_##cap>),   \
@@ -30,13 +31,13 @@ typedef sm90::two_term_f32 skl_element_f32;
 #define SKL_SM90_WIDE(type, dim, cap)                                                                                \
     SKL_KERNEL(                                                                                                      \
         sm90, type, dim, "dim <= " #dim SKL_DETAIL_##cap, .does = SKL_DOES_ATTENTION, .dim_max = dim,                \
-        .small_dim_max = dim, .softcap = SKL_SOFTCAP_##cap, .reverse = true,                                         \
+        .small_dim_max = dim, .softcap = SKL_SOFTCAP_##cap, .linear_link = SKL_SOFTCAP_##cap, .reverse = true,       \
         .forward = SKL_LAUNCHER(sm90, type, dim, sm90::launch_forward<SKL_ELEMENT(type), dim, SKL_SOFTCAP_##cap>),   \
         .dq = SKL_LAUNCHER(sm90, type, dim, sm90::launch_wide<SKL_ELEMENT(type), dim, false, SKL_SOFTCAP_##cap>),    \
         .dk = SKL_LAUNCHER(sm90, type, dim, sm90::launch_wide<SKL_ELEMENT(type), dim, true, SKL_SOFTCAP_##cap>))
 
 #define SKL_SM90_PAIR(type, large, small)                                                                            \
-    SKL_KERNEL(sm90, type, large##_##small, "dim <= " #large " and <= " #small SKL_DETAIL_linear,                    \
+    SKL_KERNEL(sm90, type, large##_##small, "dim <= " #large " and <= " #small SKL_DETAIL_plain,                     \
                .does = SKL_DOES_ATTENTION, .dim_max = large, .small_dim_max = small,                                 \
                .fused_dim_max = (large) <= SKL_SM90_FUSED_DIM_MAX ? (large) : (small), .reverse = true,              \
                .forward = SKL_LAUNCHER(sm90, type, large##_##small,                                                  \

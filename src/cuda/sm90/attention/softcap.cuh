@@ -12,6 +12,7 @@
 
 #include <type_traits>
 
+#include "cuda/common/linear_link.cuh"
 #include "cuda/sm90/pipeline.cuh"
 
 namespace sm90
@@ -30,9 +31,11 @@ inline cudaError_t with_softcap(const skl_cuda_params &params, const LAUNCH &lau
         return cudaErrorInvalidValue;
 }
 
-/* With tanhf; right for every product. */
+/* With tanhf, or the logarithm of a linear link; right for every product. */
 __device__ inline float exact_logit(float product, const skl_cuda_argument &argument)
 {
+    if (argument.linear)
+        return linear_logit(product);
     const float scaled = product * argument.scale;
     return argument.capped ? argument.softcap_2 * tanhf(scaled) : scaled;
 }
