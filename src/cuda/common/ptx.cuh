@@ -115,6 +115,14 @@ __device__ inline float lg2(float x)
     return y;
 }
 
+/* 1 / x on the special function unit, with an error of about 1 ulp. */
+__device__ inline float rcp(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* The lane. Every call reads it: where few registers are left, what depends on it is computed again, not kept. */
 __device__ inline unsigned read_lane()
 {

@@ -34,14 +34,15 @@ cudaError_t launch_query_tiles(forward_kernel *kernel, const forward_params &par
     return error == cudaSuccess && params.num_splits > 1 ? merge_splits<FORWARD::GROUPS>(params) : error;
 }
 
-template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED>
+template <typename ELEMENT, int DIM_A, int DIM_B, logit_form FORM>
 cudaError_t launch_forward_of(const char *kernel, const forward_params &params, const skl_cuda_launch *launch)
 {
     typedef typename operand<ELEMENT>::type element;
     constexpr int DIMS = DIM_A + DIM_B;
+    constexpr bool CAPPED = FORM != PLAIN_LOGITS;
     constexpr bool NARROW = DIMS <= SKL_SM90_NARROW_DIMS_MAX && !operand<ELEMENT>::TWO_TERM;
     constexpr bool ALWAYS_PAIRED = NARROW && DIMS <= 128 && !CAPPED;
-    using FORWARD = std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM_A, DIM_B, CAPPED, false>,
+    using FORWARD = std::conditional_t<NARROW, narrow_forward<ELEMENT, DIM_A, DIM_B, FORM, false>,
                                        wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>>;
     constexpr int ROWS = FORWARD::tile_type::ROWS, BOX = NARROW ? 64 : ROWS; /* queries per tile, and per TMA load */
     static_assert(ROWS == (NARROW ? SKL_SM90_FORWARD_ROWS(DIMS) : SKL_SM90_WIDE_ROWS), "cuda/select counts tiles");
@@ -54,8 +55,8 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
         !encode_queries(&maps.queries_b, p, &params.b, BOX, element()))
         return encode_error();
     if constexpr (NARROW && !CAPPED) {
-        using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, false, true>;
-        using PAIRED = narrow_forward<ELEMENT, DIM_A, DIM_B, false, false, SKL_SM90_PAIRED_ROWS / 64>;
+        using PERSISTENT = narrow_forward<ELEMENT, DIM_A, DIM_B, FORM, true>;
+        using PAIRED = narrow_forward<ELEMENT, DIM_A, DIM_B, FORM, false, SKL_SM90_PAIRED_ROWS / 64>;
         using SHORT = short_forward<ELEMENT, DIM_A, DIM_B>;
         if (launch->persistent && launch->paired) {
             record_launch(kernel, SKL_VARIANT_SHORT, 1);
@@ -86,7 +87,12 @@ cudaError_t launch_forward(const char *kernel, const skl_cuda_params *params, co
 {
     const forward_params kernel_params = forward_params_of(params, launch);
     return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
-        return launch_forward_of<ELEMENT, DIM, DIM, capped()>(kernel, kernel_params, launch);
+        constexpr bool NARROW = 2 * DIM <= SKL_SM90_NARROW_DIMS_MAX && !operand<ELEMENT>::TWO_TERM;
+        if constexpr (capped() && NARROW)
+            if (kernel_params.b.linear)
+                return launch_forward_of<ELEMENT, DIM, DIM, LINEAR_LOGITS>(kernel, kernel_params, launch);
+        return launch_forward_of < ELEMENT, DIM, DIM,
+               capped() ? CAPPED_LOGITS : PLAIN_LOGITS > (kernel, kernel_params, launch);
     });
 }
 
@@ -97,8 +103,8 @@ cudaError_t launch_forward_pair(const char *kernel, const skl_cuda_params *param
     const forward_params kernel_params = forward_params_of(params, launch);
     if constexpr (LARGE > SMALL)
         if (kernel_params.b.dim > SMALL)
-            return launch_forward_of<ELEMENT, SMALL, LARGE, false>(kernel, kernel_params, launch);
-    return launch_forward_of<ELEMENT, LARGE, SMALL, false>(kernel, kernel_params, launch);
+            return launch_forward_of<ELEMENT, SMALL, LARGE, PLAIN_LOGITS>(kernel, kernel_params, launch);
+    return launch_forward_of<ELEMENT, LARGE, SMALL, PLAIN_LOGITS>(kernel, kernel_params, launch);
 }
 
 } // namespace sm90

@@ -37,10 +37,10 @@
 namespace sm90
 {
 
-template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED, bool PERSISTENT, int WARPGROUPS = 4>
+template <typename ELEMENT, int DIM_A, int DIM_B, logit_form FORM, bool PERSISTENT, int WARPGROUPS = 4>
 struct narrow_forward {
     typedef narrow_shape<ELEMENT, DIM_A, DIM_B, WARPGROUPS> shape;
-    static constexpr bool IS_PERSISTENT = PERSISTENT;
+    static constexpr bool IS_PERSISTENT = PERSISTENT, CAPPED = FORM != PLAIN_LOGITS;
     static constexpr int GROUPS = shape::GROUPS, THREADS = shape::THREADS, BLOCKS_PER_SM = shape::BLOCKS_PER_SM;
     static constexpr int DEPTH = shape::DEPTH, REG_DIMS = shape::REG_DIMS, PRODUCER_WARP = shape::PRODUCER_WARP;
     static constexpr bool REFILL_FIRST = shape::REFILL_FIRST;
@@ -187,7 +187,7 @@ struct narrow_forward {
             compute_logits<shape>(x, y, smem, q_frag, warpgroup, stage, phase);
             if (REFILL_FIRST)
                 advance_stage(n);
-            if (!CAPPED || n < prologue || !add_capped(state, x, y, params)) {
+            if (!CAPPED || n < prologue || !add_capped<FORM>(state, x, y, params)) {
                 if (CAPPED) {
                     cap_stage(x, x, params.a);
                     cap_stage(y, y, params.b);

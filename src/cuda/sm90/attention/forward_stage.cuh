@@ -166,10 +166,53 @@ __device__ inline void add_full(skl_row_state (&state)[2], const X &x, float sca
         add_with_max<false, 8>(state[half], x, scale_a, y, scale_b, half, {});
 }
 
-/* Adds a full stage with softcaps, or returns false: then it has to be capped and added as above. */
+/* Adds a full stage of a student with a linear link, with the current shifts. Its probability is the product over
+ * 2^m_b, so its special function instruction is the logarithm of that. Returns false and adds nothing if a sum
+ * exceeds the bound, or if a product is so small that its logarithm needs care. */
+__device__ inline bool add_linear(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
+                                  const stage_logits &y)
+{
+    row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
+    float smallest[2] = {FLT_MAX, FLT_MAX};
+    const float factor[2] = {ex2(-state[0].m_b), ex2(-state[1].m_b)};
+    const auto add = [&](row_sums &to, float product_a, float product_b, int half, bool first) {
+        const float a = fmaf(product_a, scale_a, -state[half].m_a), p_a = ex2(a), p_b = product_b * factor[half];
+        const float difference = a - lg2(p_b);
+        smallest[half] = fminf(smallest[half], p_b);
+        to.l_b = first ? p_b : to.l_b + p_b;
+        to.l_a = first ? p_a : to.l_a + p_a;
+        to.w = first ? p_a * difference : fmaf(p_a, difference, to.w);
+    };
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const bool first = n == 0 && e % 2 == 0;
+            add(sums[e / 2], x[n][e], y[n][e], e / 2, first);
+            add(right[e / 2], x[n + 4][e], y[n + 4][e], e / 2, first);
+        }
+    bool in_bounds = true;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        add_sums(sums[half], right[half]);
+        in_bounds = in_bounds & (sums[half].l_a < SKL_LAZY_BOUND) & (sums[half].l_b < SKL_LAZY_BOUND) &
+                    (smallest[half] >= FLT_MIN) & !is_huge(state[half].m_a);
+    }
+    if (__any_sync(~0U, !in_bounds))
+        return false;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        add_sums(state[half], sums[half]);
+    return true;
+}
+
+/* Adds a full stage with softcaps or a linear link, or returns false: then it has to be capped and added as above. */
+template <logit_form FORM>
 __device__ inline bool add_capped(skl_row_state (&state)[2], const stage_logits &x, const stage_logits &y,
                                   const forward_params &params)
 {
+    if (FORM == LINEAR_LOGITS)
+        return !params.a.capped && add_linear(state, x, params.a.scale, y);
     return polynomials_cover(x, params.a, y, params.b) &&
            add_with_shift(state, x, capped_logit{params.a}, y, capped_logit{params.b});
 }

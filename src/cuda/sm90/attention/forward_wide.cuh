@@ -183,7 +183,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
             issue_stage(x, y, n);
             wait_stage(x, y, n);
             if constexpr (!TWO_TERM)
-                if (n >= keys.masked_stages && add_capped(state, x, y, params))
+                if (n >= keys.masked_stages && add_capped<CAPPED_LOGITS>(state, x, y, params))
                     continue;
             with_products(x, y, n, [&](const auto &a, const auto &b) {
                 cap_stage(capped_x, a, params.a);

@@ -34,7 +34,8 @@
  * the logits, so that its next load starts one stage earlier, and the load of the wrt argument's keys overlaps the
  * products of the other argument.
  *
- * CAPPED: instances for problems where at least one argument has a softcap.
+ * FORM: what the logits are. CAPPED_LOGITS and LINEAR_LOGITS are instances of their own: in one instance the paths of
+ * both made softcaps 6 to 9 % slower.
  *
  * One kernel, loader and dk loop for this backward and the joint one cost 2 to 4.5 % here, so each has its own. They
  * share what leaves the machine code unchanged: the stores of G and dq, the loop over stages, the sanitizing of keys,
@@ -143,7 +144,7 @@ __device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const 
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED>
+template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM>
 __global__ void __launch_bounds__(SHAPE::THREADS, 1)
     fused_backward_kernel(const __grid_constant__ backward_params params,
                           const __grid_constant__ fused_backward_maps maps)
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(SHAPE::THREADS, 1)
                                   params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
     } else {
         reg_alloc<SHAPE::DQ_REGS>();
-        dq_warpgroup<ELEMENT, SHAPE, WRT_B, CAPPED> consumer = {params, smem, warpgroup};
+        dq_warpgroup<ELEMENT, SHAPE, WRT_B, FORM> consumer = {params, smem, warpgroup};
         if constexpr (SHAPE::REG_DIMS > 0)
             load_a_frag<SHAPE::REG_DIMS>(
                 consumer.other_q,
@@ -269,10 +270,10 @@ template <typename ELEMENT, typename SHAPE> constexpr bool HAS_INSTANCE_OF_A = H
 template <typename ELEMENT, int DIM, int OTHER_DIM>
 constexpr bool HAS_INSTANCE_OF_A<ELEMENT, fused_backward_shape<DIM, OTHER_DIM, 3>> = false;
 
-template <typename ELEMENT, typename SHAPE, bool CAPPED>
+template <typename ELEMENT, typename SHAPE, logit_form FORM>
 cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &params)
 {
-    constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE>;
+    constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE> && FORM != LINEAR_LOGITS;
     constexpr int MEMORY = sizeof(fused_backward_smem<SHAPE>);
     static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     const bool wrt_b = is_grad_of_b(params);
@@ -281,15 +282,14 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
         return encode_error();
     return with_dk_sums(params, [&] {
         record_launch(kernel,
-                      CAPPED                  ? SKL_VARIANT_FUSED_SOFTCAP
+                      FORM != PLAIN_LOGITS    ? SKL_VARIANT_FUSED_SOFTCAP
                       : SHAPE::DQ_GROUPS == 3 ? SKL_VARIANT_FUSED_TALL
                                               : SKL_VARIANT_FUSED,
                       1);
         if constexpr (OF_A)
             if (!wrt_b)
-                return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, false, CAPPED>, MEMORY, params,
-                                           maps);
-        return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, true, CAPPED>, MEMORY, params, maps);
+                return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, false, FORM>, MEMORY, params, maps);
+        return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, true, FORM>, MEMORY, params, maps);
     });
 }
 
@@ -299,8 +299,9 @@ cudaError_t launch_fused_backward_tiled(const char *kernel, const backward_param
 {
     if constexpr (DIM == SKL_SM90_TALL_DIM && OTHER_DIM <= SKL_SM90_TALL_OTHER_DIM)
         if (tall_tiles)
-            return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, OTHER_DIM, 3>, false>(kernel, params);
-    return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, OTHER_DIM>, false>(kernel, params);
+            return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, OTHER_DIM, 3>, PLAIN_LOGITS>(kernel,
+                                                                                                            params);
+    return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, OTHER_DIM>, PLAIN_LOGITS>(kernel, params);
 }
 
 template <typename ELEMENT, int DIM, bool SOFTCAP>
@@ -308,9 +309,12 @@ cudaError_t launch_fused_backward(const char *kernel, const skl_cuda_params *par
 {
     const backward_params kernel_params = backward_params_of(params, launch);
     return with_softcap<SOFTCAP>(kernel_params, [&](auto capped) {
-        if constexpr (capped())
-            return launch_fused_backward_of<ELEMENT, fused_backward_shape<DIM, DIM>, true>(kernel, kernel_params);
-        else
+        if constexpr (capped()) {
+            using SHAPE = fused_backward_shape<DIM, DIM>;
+            return kernel_params.b.linear && is_grad_of_b(kernel_params)
+                       ? launch_fused_backward_of<ELEMENT, SHAPE, LINEAR_LOGITS>(kernel, kernel_params)
+                       : launch_fused_backward_of<ELEMENT, SHAPE, CAPPED_LOGITS>(kernel, kernel_params);
+        } else
             return launch_fused_backward_tiled<ELEMENT, DIM, DIM>(kernel, kernel_params, launch->tall_tiles);
     });
 }
@@ -323,8 +327,8 @@ cudaError_t launch_fused_pair(const char *kernel, const skl_cuda_params *params,
     const backward_params kernel_params = backward_params_of(params, launch);
     if constexpr (LARGE > SMALL && LARGE <= SKL_SM90_FUSED_DIM_MAX)
         if (wrt_of(kernel_params)->dim > SMALL)
-            return launch_fused_backward_of<ELEMENT, fused_backward_shape<LARGE, SMALL>, false>(kernel,
-                                                                                                kernel_params);
+            return launch_fused_backward_of<ELEMENT, fused_backward_shape<LARGE, SMALL>, PLAIN_LOGITS>(kernel,
+                                                                                                       kernel_params);
     return launch_fused_backward_tiled<ELEMENT, SMALL, LARGE>(kernel, kernel_params, launch->tall_tiles);
 }
 

@@ -138,8 +138,9 @@ struct dq_output {
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_warpgroup {
+template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct dq_warpgroup {
     static constexpr int DIM = SHAPE::DIM;
+    static constexpr bool CAPPED = FORM == CAPPED_LOGITS;
     const backward_params &params;
     fused_backward_smem<SHAPE> &smem;
     int warpgroup; /* warp-uniform */
@@ -172,12 +173,14 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
     template <bool MASKED, logits_kind LOGITS, bool IN_UNITS>
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {
+        constexpr logits_kind OF_A = LOGITS == logits_kind::LINEAR_B ? logits_kind::PLAIN : LOGITS;
         const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = acc_row<1>(0, half);
             const row_stats query = load_row_stats(smem.stats[row]);
             const range32 sees = MASKED && row < smem.count ? smem.visible.of(row) : range32{};
+            const float inverse_sum = LOGITS == logits_kind::LINEAR_B ? ex2(-query.lse_b) : 0.0F;
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 float pair[2];
@@ -186,14 +189,21 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
                     const int column = acc_column(i, parity);
                     const float lse = WRT_B ? query.lse_b : query.lse_a;
                     const log_probability of_wrt =
-                        log_probability_of<LOGITS>(wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
-                                                   MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
+                        log_probability_of < WRT_B
+                            ? LOGITS
+                            : OF_A > (wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
+                                      MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
                     const log_probability of_other =
-                        log_probability_of<LOGITS>(other[i][half * 2 + parity], other_argument<WRT_B>(params),
-                                                   -(WRT_B ? query.lse_a : query.lse_b));
+                        log_probability_of < WRT_B
+                            ? OF_A
+                            : LOGITS > (other[i][half * 2 + parity], other_argument<WRT_B>(params),
+                                        -(WRT_B ? query.lse_a : query.lse_b));
                     const float log_p_a = (WRT_B ? of_other : of_wrt).value;
                     const float log_p_b = (WRT_B ? of_wrt : of_other).value;
-                    const float p_a = ex2(log_p_a), p_b = WRT_B ? ex2(log_p_b) : 0.0F;
+                    const float p_a = ex2(log_p_a);
+                    const float p_b = !WRT_B                            ? 0.0F
+                                      : LOGITS == logits_kind::LINEAR_B ? wrt[i][half * 2 + parity] * inverse_sum
+                                                                        : ex2(log_p_b);
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
                     if (WRT_B && seen)
                         sums[half] = {sums[half].l_a + p_a, sums[half].l_b + p_b,
@@ -218,9 +228,11 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, bool CAPPED> struct dq_w
         fence_operand(wrt);
         fence_operand(other);
         uint32_t g[4][4];
-        constexpr logits_kind OTHERWISE = CAPPED ? logits_kind::EXACT : logits_kind::PLAIN;
-        if (CAPPED && !MASKED &&
-            polynomials_cover(wrt, wrt_argument<WRT_B>(params), other, other_argument<WRT_B>(params)))
+        constexpr logits_kind OTHERWISE = FORM != PLAIN_LOGITS ? logits_kind::EXACT : logits_kind::PLAIN;
+        if (FORM == LINEAR_LOGITS && !MASKED && is_linear(WRT_B ? wrt : other, params))
+            compute_g<MASKED, logits_kind::LINEAR_B, IN_UNITS>(g, wrt, other, n);
+        else if (CAPPED && !MASKED &&
+                 polynomials_cover(wrt, wrt_argument<WRT_B>(params), other, other_argument<WRT_B>(params)))
             compute_g<MASKED, logits_kind::POLYNOMIAL, IN_UNITS>(g, wrt, other, n);
         else
             compute_g<MASKED, OTHERWISE, IN_UNITS>(g, wrt, other, n);

@@ -41,8 +41,8 @@ struct log_probability {
 };
 
 /* How logits come from products: no argument has a softcap; by the polynomial of softcap.cuh, which covers the
- * products; by tanhf, or the logarithm of a linear link. */
-enum class logits_kind { PLAIN, POLYNOMIAL, EXACT };
+ * products; B has a linear link and products above 0, and A no softcap; by tanhf, or with care for a linear link. */
+enum class logits_kind { PLAIN, POLYNOMIAL, LINEAR_B, EXACT };
 
 /* `product`: of a query and a key. */
 template <logits_kind LOGITS>
@@ -53,6 +53,8 @@ __device__ inline log_probability log_probability_of(float product, const skl_cu
         const float ratio = polynomial_tanh(product, argument);
         return {fmaf(argument.tanh_factor, ratio, minus_lse), fmaf(-ratio, ratio, 1.0F)};
     }
+    if (LOGITS == logits_kind::LINEAR_B)
+        return {lg2(product) + minus_lse, rcp(product)};
     if (LOGITS == logits_kind::PLAIN || !argument.capped)
         return {fmaf(product, argument.scale, minus_lse), 1.0F};
     if (argument.linear)

@@ -1,4 +1,4 @@
-/* Softcapped logits: softcap tanh(scale product / softcap), in base 2.
+/* Logits that are no multiples of products. Softcapped ones are softcap tanh(scale product / softcap), in base 2.
  *
  * tanhf takes two special function instructions and a division of cases. Most logits are far below their cap. There
  * an odd polynomial, on the FMA pipes, is as accurate: a warp uses it for a stage whose products it covers, and tanhf
@@ -17,6 +17,10 @@
 
 namespace sm90
 {
+
+/* What the logits of an instance are: multiples of products; capped, or computed with care for a linear link; or
+ * those of a B with a linear link, whose usual stages have a path of their own. */
+enum logit_form { PLAIN_LOGITS, CAPPED_LOGITS, LINEAR_LOGITS };
 
 /* Calls launch(std::true_type) for a problem with a softcap and launch(std::false_type) for the others. An instance
  * without SOFTCAP has kernels for these alone (sm90/attention/rows.cuh). */
@@ -78,6 +82,18 @@ __device__ inline float largest_product(const stage_logits &x)
 __device__ inline bool polynomial_covers(const stage_logits &x, const skl_cuda_argument &argument)
 {
     return __all_sync(~0U, largest_product(x) <= argument.product_max);
+}
+
+/* Whether B has a linear link, with products whose logarithms and inverses need no care, and A no softcap. */
+__device__ inline bool is_linear(const stage_logits &y, const skl_cuda_params &params)
+{
+    if (!params.b.linear || params.a.capped)
+        return false;
+    float smallest[2] = {FLT_MAX, FLT_MAX};
+#pragma unroll
+    for (int e = 0; e < 32; e++)
+        smallest[e % 2] = fminf(smallest[e % 2], y[e / 4][e % 4]);
+    return __all_sync(~0U, fminf(smallest[0], smallest[1]) >= FLT_MIN);
 }
 
 /* The same for both arguments. */
