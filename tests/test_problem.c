@@ -135,6 +135,7 @@ static const problem_rule problem_rules[] = {
     {"gradients=2: an indexer's teacher is fixed", {INDEXER, SET(gradients, SKL_DK_T)}},
     {"softcap_s=3: must be 0 for an indexer", {INDEXER, SET_FLOAT(softcap_s, 3)}},
     {"link_s=2: must be 0..1", {SET(link_s, 2)}},
+    {"reserved=1: must be 0..0", {SET(reserved, 1)}},
     {NULL, {SET(link_s, SKL_LINK_LINEAR)}},
     {"student: must be 0 with link_s=SKL_LINK_LINEAR", {INDEXER, SET(link_s, SKL_LINK_LINEAR)}},
     {"direction: must be 0 with link_s=SKL_LINK_LINEAR",

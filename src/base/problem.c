@@ -49,6 +49,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"row_bounds", p->row_bounds, 0, 1},
         {"sinks", p->sinks, 0, 1},
         {"link_s", p->link_s, SKL_LINK_SOFTMAX, SKL_LINK_LINEAR},
+        {"reserved", p->reserved, 0, 0},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         const int_rule *const rule = &rules[i];
