@@ -3,8 +3,6 @@
 import copy
 import itertools
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -195,24 +193,6 @@ def test_layout_of_megatron():
         assert gradient.stride() == view.stride()
     gradients, copies = (torch.autograd.grad(each, by_length[2:]) for each in (loss, copied))
     assert all(torch.equal(one, other) for one, other in zip(gradients, copies))
-
-
-def test_the_loss_of_the_docs():
-    """The function of docs/guide/indexers.md, with and without a mask, equals what is written out with matrices."""
-    text = (Path(__file__).parents[2] / "docs/guide/indexers.md").read_text()
-    scope = {"streamkl": streamkl}
-    exec(re.search(r"```python\n(def indexer_loss.*?)```", text, re.DOTALL)[1], scope)
-    indexer = make_indexer(batch=2, len_q=12, len_k=12)
-    lse_t = reference.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
-    by_length = [tensor.transpose(0, 1) for tensor in indexer[:5]]
-    by_length[3:] = [tensor.squeeze(2) for tensor in by_length[3:]]
-    mask = torch.ones(2, 12)
-    mask[1, 5:] = 0
-    for given in ({}, dict(loss_mask=mask)):
-        loss = scope["indexer_loss"](*by_length[:2], lse_t, *by_length[2:], 0.5, **given)
-        exact = reference.indexer_kl(*exact_of(indexer), causal=True, row_weight=given.get("loss_mask"))
-        torch.testing.assert_close(loss.double(), 0.5 * exact, rtol=1e-5, atol=1e-6)
-        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, indexer.trained))
 
 
 def test_views_equal_their_copies():
