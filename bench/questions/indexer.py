@@ -5,12 +5,15 @@
     bench/run.py indexer --top-k 2048                     # sparse
     bench/run.py indexer --key-heads 1 --dim 576          # latent attention
     bench/run.py indexer --csv bench/results/indexer.csv  # appends the results
+    bench/run.py indexer --top-k 2048 --key-heads 1 --dim 576 --tilelang DIR   # compared with TileLang's example
 
     streamkl       the C library, with the teacher's LSE as its attention has returned it
     no LSE given   the same, which computes that LSE first
     naive          unfused training code: bf16 einsum to [heads, N, N] teacher scores, f32 softmax, mean over heads;
                    [index heads, N, N] dot products, ReLU, weights, sum; KL in log space; autograd. Sparse: gathers the keys
                    of each row, for as many rows at once as 4 GiB of teacher keys allow
+    tilelang       the kernels of TileLang's examples/dsa_sparse_finetune in DIR: the target and the gradients, without a
+                   KL, with the softmax of the index logits given
     cudnn          scaled_dot_product_attention by cuDNN, 16 heads of 128, N = 8192: the rate that this GPU reaches
 
 TFLOP/s count the work that the loss requires for visible pairs: 2 dim per teacher head, 2 dim per index head, and for the
@@ -21,6 +24,7 @@ run in float64, must agree to the last digits.
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -31,6 +35,7 @@ from harness.report import bytes_text, errors_text, ratio, rounded
 from harness.run import Result
 from harness.timing import release_memory
 from peers.attention import cudnn_version, sdpa
+from peers.tilelang_dsa import ENTRY, TILELANG, tilelang_step
 from streamkl import reference
 from streamkl._problem import DK_S, DQ_S, DW_S, INDEXER
 
@@ -96,6 +101,7 @@ def add_options(parser):
     parser.add_argument("--index-dim", type=int, default=128, metavar="N", help="size of an index head; default 128")
     parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sparse: keys per row; default 0: all")
     parser.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
+    parser.add_argument("--tilelang", type=Path, metavar="DIR", help=f"also time TileLang's example: DIR has {ENTRY}")
     parser.add_argument("--no-naive", action="store_true", help="leave the naive code out")
     parser.set_defaults(sample_ms=600)
 
@@ -108,6 +114,8 @@ def cases(given):
         raise ValueError(f"--top-k={given.top_k}: must be at least 0")
     if given.key_heads < 0 or given.heads % (given.key_heads or 1):
         raise ValueError(f"--key-heads={given.key_heads}: must divide --heads={given.heads}")
+    if given.tilelang and not (given.tilelang / ENTRY).is_file():
+        raise ValueError(f"--tilelang={given.tilelang}: must be TileLang's examples/dsa_sparse_finetune, with {ENTRY}")
     teacher, indexer = (given.heads, given.key_heads or given.heads, given.dim), (given.index_heads, given.index_dim)
     return [IndexerCase(given.length, *teacher, *indexer, given.top_k, given.causal)]
 
@@ -337,9 +345,11 @@ class ExactRows:
         self.exact = {"kl": exact.kl.detach()[0], "dq": dq, "dw": dw} | ({"dk": dk} if is_whole else {})
 
     def errors(self, results):
-        """{result: relative error in norm}"""
+        """{result: relative error in norm}, of the results that a method has"""
         found = {}
         for name, true in self.exact.items():
+            if name not in results:
+                continue
             result = results[name] if name == "kl" else results[name][0]
             if name != "dk":
                 result = result[..., self.rows] if name == "kl" else result[:, self.rows]
@@ -386,6 +396,16 @@ def make_naive(tensors, case, exact, run):
     return method
 
 
+def make_tilelang(tensors, case, exact, run):
+    def make():
+        calls = IndexerCalls(tensors, case)
+        calls.run(STEP)
+        step = tilelang_step(run.given.tilelang, case, tensors, calls.lse_t)
+        return Method(TILELANG, "examples/dsa_sparse_finetune", {STEP: step}, flops_of(case), step)
+
+    return make_peer(TILELANG, make, exact, run.device)
+
+
 def rows_of(methods, case):
     """One row per method and pass, and one per method that was not measured. cuDNN's rows have no shape."""
     by_name = {method.name: method for method in methods}
@@ -417,6 +437,8 @@ def measure(case, run):
         result.wrong += wrong_of(method)
     result.lines += dict.fromkeys(line for method in methods for line in method.explanation.splitlines())
     methods += [make_naive(tensors, case, exact, run), cudnn_rate(run.device)]
+    if run.given.tilelang:
+        methods.append(make_tilelang(tensors, case, exact, run))
     release_memory()
     time_methods(methods, run.device, run.given.rounds, run.given.sample_ms)
     result.wrong += [f"{method.name} failed: {method.refusal}" for method in methods[:2] if method.refusal]

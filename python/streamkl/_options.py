@@ -210,8 +210,12 @@ class IndexerOptions(_Loss, total=False):
         ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the teacher's attention returns it. The teacher's
         logits are then computed once instead of twice. Default: computed.
     lse_t_wider: ``lse_t`` covers more keys than the row attends to: the whole sequence in addition to ``indices``, sinks,
-        other branches. The teacher is then its conditional distribution on the visible keys, which costs one more pass
-        over its logits.
+        other branches. The teacher is then its conditional distribution on the visible keys. Unless ``lse_t_visible`` is
+        given, that costs one more pass over its logits.
+    lse_t_visible: with ``lse_t_wider``: the log-sum-exp over exactly the keys that the row attends to, as the sparse attention
+        returns it. Shape and type are those of ``lse_t``.
+    row_weight: as in :func:`streamkl.attention_kl`, or ``"mass"``, with ``lse_t_wider``: the weight of a row is the share of
+        the attention that its visible keys hold, ``rows.mass``.
     check_lse: compute a given ``lse_t`` again for some rows, and raise an error if it differs, or with ``lse_t_wider`` if it
         is smaller. Wrong LSEs silently give a wrong loss. Waits for the GPU. The environment variable
         ``STREAMKL_CHECK_LSE=1`` does the same.
@@ -221,6 +225,8 @@ class IndexerOptions(_Loss, total=False):
 
     relu: Annotated[bool, True]
     lse_t_wider: Annotated[bool, False]
+    lse_t_visible: Annotated[torch.Tensor | None, None]
+    row_weight: Annotated[torch.Tensor | Literal["mass"] | None, None]  # type: ignore[misc]
 
 
 _BASES: dict[Any, tuple] = {
@@ -347,7 +353,8 @@ def _rule_of(hint: Any) -> Callable[[str, Any], None]:
     return _RULES[hint]
 
 
-_CHECKED_LATER = (torch.Tensor | None, Parallel | None)  # by Lengths.of, by the operators and by Groups
+# By Lengths.of, by the operators and by Groups.
+_CHECKED_LATER = (torch.Tensor | None, torch.Tensor | Literal["mass"] | None, Parallel | None)
 RULES = {
     options: {name: _rule_of(hint) for name, (hint, _) in declared.items() if hint not in _CHECKED_LATER}
     for options, declared in DECLARED.items()

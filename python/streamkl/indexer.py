@@ -16,13 +16,14 @@ from ._options import (
     IndexerOptions,
     Parallel,
     Reduction,
+    check_choice,
     check_flags,
     check_tensors,
     to_int32,
     translate,
     with_options,
 )
-from ._problem import DK_S, DQ_S, DW_S
+from ._problem import DK_S, DQ_S, DW_S, KL_FORWARD
 from ._attention_kl import expand_weight, promote_under_autocast
 
 if TYPE_CHECKING:
@@ -42,6 +43,17 @@ class IndexerRows(NamedTuple):
     lse_t: torch.Tensor  # [batch, heads_t, len_q], over the keys that the row attends to
     lse_s: torch.Tensor
     mass: torch.Tensor | None  # with lse_t_wider: the visible keys' share of the attention that lse_t covers
+    kl_uniform: torch.Tensor | None  # KL(P || uniform), of an indexer that knows nothing; None if A is the indexer
+
+    @property
+    def captured(self) -> torch.Tensor:
+        """1 - kl / kl_uniform of each row: 1 for the teacher's distribution, 0 for a uniform one, less for a worse one.
+
+        Over many rows, ``1 - rows.kl.sum() / rows.kl_uniform.sum()``.
+        """
+        if self.kl_uniform is None:
+            raise ValueError("captured: needs direction='forward'")
+        return torch.where(self.kl == 0, 1.0, 1 - self.kl / self.kl_uniform)
 
 
 @overload
@@ -83,9 +95,10 @@ def indexer_kl(
     indices: torch.Tensor | None = None,
     *,
     reduction: Reduction = "mean",
-    row_weight: torch.Tensor | None = None,
+    row_weight: torch.Tensor | Literal["mass"] | None = None,
     lse_t: torch.Tensor | None = None,
     lse_t_wider: bool = False,
+    lse_t_visible: torch.Tensor | None = None,
     check_lse: bool = False,
     return_rows: bool = False,
     parallel: Parallel | None = None,
@@ -132,11 +145,12 @@ def indexer_kl(
     Raises:
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
-    given = dict(indices=indices, row_weight=row_weight, lse_t=lse_t)
+    by_mass = isinstance(row_weight, str)
+    weight = None if isinstance(row_weight, str) else row_weight
+    given = dict(indices=indices, row_weight=weight, lse_t=lse_t, lse_t_visible=lse_t_visible)
     check_tensors("indexer_kl", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, optional=given)
     check_flags(lse_t_wider=lse_t_wider, check_lse=check_lse, return_rows=return_rows)
-    if lse_t_wider and lse_t is None:
-        raise ValueError("lse_t_wider=True: needs lse_t")
+    _check_wider(lse_t, lse_t_wider, lse_t_visible, row_weight)
     gradients = _wanted_gradients(q_t, k_t, q_s, k_s, w_s)
     lengths, options = translate(IndexerOptions, gradients, {"reduction": reduction, **options})
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
@@ -144,8 +158,8 @@ def indexer_kl(
     k_s, w_s, indices = (_with_heads(tensor, lengths, options) for tensor in (k_s, w_s, indices))
     if indices is not None:
         indices = to_int32("indices", indices)
-    if row_weight is not None:
-        row_weight = expand_weight(row_weight, w_s, lengths, options)
+    if weight is not None:
+        weight = expand_weight(weight, w_s, lengths, options)
 
     tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
     operators, groups = Operators, None
@@ -154,18 +168,30 @@ def indexer_kl(
 
         groups = Groups(parallel)
         asked = dict(reduction=reduction, return_rows=return_rows, lse_t_wider=lse_t_wider)
-        operators = groups.operators(tensors, (lse_t, None, row_weight), lengths, options, **asked)
-    fixed_weight = row_weight is None or not row_weight.requires_grad
-    if gradients and reduction != "none" and fixed_weight and not lse_t_wider:
-        loss, rows = _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options)
+        operators = groups.operators(tensors, (lse_t, None, weight), lengths, options, **asked)
+    one_pass = bool(gradients) and reduction != "none" and (weight is None or not weight.requires_grad)
+    target, mass = lse_t, None
+    if groups is not None and groups.tp is not None:  # its ranks weigh their heads by their own masses
+        if by_mass or lse_t_visible is not None:
+            raise ValueError("parallel.tensor_group: must be without lse_t_visible and row_weight='mass'")
+        one_pass = one_pass and not lse_t_wider
+    elif lse_t_wider and (one_pass or by_mass or lse_t_visible is not None):
+        if lse_t_visible is None:
+            with torch.no_grad():
+                (lse_t_visible,) = operators.forward(*tensors, None, lib.LSE_T, *lengths, *options)
+        target, mass = _conditional(lse_t, lse_t_visible, w_s, options)
+        weight = mass if by_mass else weight
+    if one_pass:
+        loss, rows = _one_pass(operators, tensors, target, weight, return_rows, lengths, options)
     else:
-        rows = _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, options)
-        loss = weighted(rows["kl"], row_weight)
+        is_wider = lse_t_wider and mass is None
+        rows = _forward(operators, tensors, target, is_wider, return_rows, lengths, options)
+        loss = weighted(rows["kl"], weight)
         loss = loss if reduction == "none" else loss.sum()
     if groups is None and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
         check_teacher_lse((q_t, k_t, lse_t, None), indices, lse_t_wider, lengths, options)
     if reduction != "none":
-        total = total_weight(loss, rows["lse_s"], row_weight, lengths) if reduction == "mean" else None
+        total = total_weight(loss, rows["lse_s"], weight, lengths) if reduction == "mean" else None
         if groups is not None and groups.reduces:
             loss = groups.reduced(loss, total)
         elif total is not None:
@@ -173,7 +199,23 @@ def indexer_kl(
     if not return_rows:
         return loss
     rows["kl"] = rows["kl"].detach()
-    return loss, IndexerRows(mass=rows.pop("mass", None), **rows)
+    kl_uniform = _kl_uniform(operators, tensors, rows["entropy"], lengths, options)
+    return loss, IndexerRows(mass=rows.pop("mass", mass), kl_uniform=kl_uniform, **rows)
+
+
+def _check_wider(lse_t, lse_t_wider, lse_t_visible, row_weight) -> None:
+    by_mass = isinstance(row_weight, str)
+    if by_mass:
+        check_choice("row_weight", row_weight, ("mass", None))
+    if lse_t_wider and lse_t is None:
+        raise ValueError("lse_t_wider=True: needs lse_t")
+    if not lse_t_wider and (by_mass or lse_t_visible is not None):
+        raise ValueError(
+            f"{'row_weight=' + repr(row_weight) if by_mass else 'lse_t_visible'}: needs lse_t_wider=True"
+        )
+    if lse_t_visible is not None and lse_t_visible.shape != lse_t.shape:
+        shape, accepted = list(lse_t_visible.shape), list(lse_t.shape)
+        raise ValueError(f"lse_t_visible: shape {shape} must be that of lse_t, {accepted}")
 
 
 def _wanted_gradients(q_t, k_t, q_s, k_s, w_s) -> int:
@@ -190,6 +232,34 @@ def _with_heads(tensor, lengths, options):
     if tensor is None or tensor.dim() != (3 if lengths.cu_seqlens_q is None else 2):
         return tensor
     return tensor.unsqueeze(-3 if options.heads_first else -2)
+
+
+def _conditional(lse_t, visible, w_s, options):
+    """(LSEs, mass): relative to these LSEs, the mean of a group's heads on the visible keys is a distribution.
+
+    mass: the share of the visible keys, sum_j mean_h exp(x_hj - lse_t[h]). Both have no gradient.
+    """
+    heads_s = w_s.shape[-3 if options.heads_first else -2]
+    if lse_t.dim() < 2 or lse_t.shape[-2] % heads_s or lse_t.shape != visible.shape:
+        return lse_t, None  # the checks of the operator report lse_t
+    lse_t, visible = lse_t.detach(), visible.detach()
+    shares = torch.where(visible.isinf(), 0.0, (visible - lse_t).exp()).unflatten(-2, (heads_s, -1))
+    mass = shares.mean(-2)
+    return lse_t + mass.log().repeat_interleave(shares.shape[-2], -2), mass
+
+
+def _kl_uniform(operators, tensors, entropy, lengths, options):
+    """KL(P || uniform) = log n - entropy. log n of n visible keys is the LSE of an indexer whose weights are 0."""
+    if options.direction != KL_FORWARD:
+        return None
+    q_t, k_t, q_s, k_s, w_s, *others = tensors
+    dim = 8  # the smallest that tensor cores take
+    q_0, k_0 = q_s.new_zeros((*w_s.shape[:-1], dim)), k_s.new_zeros((*k_s.shape[:-1], dim))
+    with torch.no_grad():
+        (log_n,) = operators.forward(
+            q_t, k_t, q_0, k_0, w_s.new_zeros((*w_s.shape[:-1], 1)), *others, None, lib.LSE_S, *lengths, *options
+        )
+    return torch.where(log_n.isinf(), 0.0, log_n - entropy)
 
 
 _ENTROPIES = lib.CROSS_ENTROPY | lib.ENTROPY

@@ -82,6 +82,7 @@ class Rows(NamedTuple):
     lse_t: torch.Tensor
     lse_s: torch.Tensor
     mass: torch.Tensor
+    kl_uniform: torch.Tensor
 
 
 def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
@@ -115,6 +116,7 @@ def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
         torch.where(attending_t, normaliser, -torch.inf),
         torch.logsumexp(y, -1),
         torch.where(attending, log_mass.exp(), 0.0),
+        torch.where(attending, visible.sum(-1).log() - entropy, 0.0),
     )
 
 
@@ -229,7 +231,8 @@ def indexer_kl(q_t, k_t, q_s, k_s, w_s, indices=None, *, return_rows=False, **op
         of_rows = (None if t is None else t[b][:, q] for t in (w_s, indices, asked.lse_t))
         parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
         rows.append(sequence_indexer_kl(*parts, *of_rows, visible, *logits_of, reverse))
-    values = Rows(0.0, 0.0, 0.0, -torch.inf, -torch.inf, 0.0)
+    values = Rows(0.0, 0.0, 0.0, -torch.inf, -torch.inf, 0.0, 0.0)
     joined = Rows(*(join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), values)))
-    loss = reduced(joined.kl, joined.lse_s != -torch.inf, asked.row_weight, asked.reduction)
+    weight = joined.mass if isinstance(asked.row_weight, str) else asked.row_weight
+    loss = reduced(joined.kl, joined.lse_s != -torch.inf, weight, asked.reduction)
     return (loss, Rows(*(row.detach() for row in joined))) if return_rows else loss

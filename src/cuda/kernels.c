@@ -23,7 +23,8 @@
     X(sm90_bf16_groups)                                                                                              \
     X(sm90_f16_groups)                                                                                               \
     X(sm90_bf16_strips)                                                                                              \
-    X(sm90_bf16_sparse)
+    X(sm90_bf16_sparse)                                                                                              \
+    X(sm90_f16_sparse)
 #define HOPPER_F32_KERNELS(X) X(sm90_f32_64) X(sm90_f32_128)
 #else
 #define HOPPER_KERNELS(X)

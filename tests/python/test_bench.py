@@ -40,6 +40,10 @@ from questions import call, carried, indexer, peers, shapes, step, zigzag  # noq
         ("indexer --length 0", "--length=0: must be at least 1"),
         ("indexer --top-k -1", "--top-k=-1: must be at least 0"),
         ("indexer --heads 64 --key-heads 5", "--key-heads=5: must divide --heads=64"),
+        (
+            "indexer --tilelang /nowhere",
+            "--tilelang=/nowhere: must be TileLang's examples/dsa_sparse_finetune, with sparse_mla_topk_reducesum.py",
+        ),
         ("zigzag --length 100", "--length=100: must be a multiple of 16 for --ranks=8"),
     ],
 )

@@ -294,9 +294,42 @@ def test_forward_alone_equals_the_forward_of_a_step():
     torch.testing.assert_close(calls.kl, kl)
 
 
+TILELANG_EXAMPLE = {
+    "sparse_mla_topk_reducesum": """
+import torch
+def sparse_mla_topk_reducesum_interface(q, kv, indices, lse, offsets, dim_v):
+    logits = torch.einsum("ihd,ijd->ihj", q.float(), kv[indices[:, 0].clamp(min=0), 0].float()) * q.shape[-1] ** -0.5
+    p = (logits - lse[..., None]).exp().masked_fill(indices < 0, 0).sum(1, keepdim=True)
+    return p / p.sum(-1, keepdim=True)
+""",
+    "indexer_bwd": """
+import torch
+def indexer_bwd_interface(q, weights, k, p, s, indices, offsets):
+    q, weights = (tensor.detach().float().requires_grad_() for tensor in (q, weights))
+    dots = torch.einsum("igd,ijd->igj", q, k[indices.clamp(min=0)].float()).relu() * q.shape[-1] ** -0.5
+    logits = torch.einsum("ig,igj->ij", weights, dots)
+    return *torch.autograd.grad(logits, (q, weights), s - p), None
+""",
+}
+
+
+def test_a_tilelang_example_is_a_peer(tmp_path):
+    """A step of functions with the example's signatures has our gradients; other head sizes are refused."""
+    for name, text in TILELANG_EXAMPLE.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    for dim in 576, 32:
+        case = replace(small_indexer(9), heads=4, key_heads=1, dim=dim)
+        measured = indexer.measure(case, run_of(indexer, no_naive=True, tilelang=tmp_path))
+        (row,) = [row for row in measured.rows if row["method"] == "tilelang"]
+        if dim == 576:
+            assert row["pass"] == STEP and float(row["dq_error"]) < PEER_WRONG and float(row["dw_error"]) < PEER_WRONG
+        else:
+            assert "one key head of 512 + 64 dimensions" in row["note"]
+
+
 def test_rows_of_an_indexer():
     for no_naive in False, True:
-        result = indexer.measure(small_indexer(9), run_of(indexer, no_naive=no_naive))
+        result = indexer.measure(small_indexer(9), run_of(indexer, no_naive=no_naive, tilelang=None))
         assert not result.wrong and result.lines[3].startswith("N=50, naive, f64: relative errors: kl ")
         found = {row["method"] for row in result.rows if row.get("ms")}
         assert found == {"streamkl", "no LSE given"} | (set() if no_naive else {"naive"})

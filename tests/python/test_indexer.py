@@ -1,9 +1,8 @@
 """Results of indexer_kl, compared with the reference in float64."""
 
 import copy
+import itertools
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -196,24 +195,6 @@ def test_layout_of_megatron():
     assert all(torch.equal(one, other) for one, other in zip(gradients, copies))
 
 
-def test_the_loss_of_the_docs():
-    """The function of docs/guide/indexers.md, with and without a mask, equals what is written out with matrices."""
-    text = (Path(__file__).parents[2] / "docs/guide/indexers.md").read_text()
-    scope = {"streamkl": streamkl}
-    exec(re.search(r"```python\n(def indexer_loss.*?)```", text, re.DOTALL)[1], scope)
-    indexer = make_indexer(batch=2, len_q=12, len_k=12)
-    lse_t = reference.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
-    by_length = [tensor.transpose(0, 1) for tensor in indexer[:5]]
-    by_length[3:] = [tensor.squeeze(2) for tensor in by_length[3:]]
-    mask = torch.ones(2, 12)
-    mask[1, 5:] = 0
-    for given in ({}, dict(loss_mask=mask)):
-        loss = scope["indexer_loss"](*by_length[:2], lse_t, *by_length[2:], 0.5, **given)
-        exact = reference.indexer_kl(*exact_of(indexer), causal=True, row_weight=given.get("loss_mask"))
-        torch.testing.assert_close(loss.double(), 0.5 * exact, rtol=1e-5, atol=1e-6)
-        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, indexer.trained))
-
-
 def test_views_equal_their_copies():
     """Slices of one projection, and a non-contiguous last dimension."""
     indexer = make_indexer(dim_s=8, top_k=4)
@@ -264,7 +245,10 @@ def test_wider_lse(direction, reduction):
     """The LSE covers the whole sequence in addition to the indices: the mass is the recall of the indices."""
     indexer = make_indexer(top_k=6)
     dense = streamkl.indexer_kl(*indexer[:5], causal=True, return_rows=True)[1]
-    compare(indexer, lse_t=dense.lse_t, lse_t_wider=True, causal=True, direction=direction, reduction=reduction)
+    wider = dict(lse_t=dense.lse_t, lse_t_wider=True, causal=True, direction=direction, reduction=reduction)
+    over_list = streamkl.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
+    for more in {}, dict(lse_t_visible=over_list), dict(row_weight="mass"):
+        compare(indexer, **wider, **more)
     once = indexer._replace(indices=torch.arange(6, dtype=torch.int32).expand(indexer.indices.shape))
     mass = streamkl.indexer_kl(*once, lse_t=dense.lse_t, lse_t_wider=True, causal=True, return_rows=True)[1].mass
     x = reference.logits(*(t[0].transpose(0, 1).double() for t in indexer[:2]), None, 0.0)
@@ -280,6 +264,86 @@ def test_wider_lse_without_indices():
     torch.testing.assert_close(sunk, loss)
     torch.testing.assert_close(wider.mass, torch.full_like(wider.mass, torch.tensor(-0.5).exp().item()))
     torch.testing.assert_close(wider.lse_t, rows.lse_t)
+
+
+def test_loss_of_deepseek_v4():
+    """torchtitan's loss of compressed attention: target p relative to an LSE that covers more, weighted by its own sum."""
+    indexer = exact_of(make_indexer(heads_s=2, top_k=6))
+    lse_t = streamkl.indexer_kl(*make_indexer(heads_s=2), causal=True, return_rows=True)[1].lse_t + 0.3  # with a sink
+    visible = reference.visible_keys(19, 23, causal=True)
+    total = 0.0
+    for b, h in itertools.product(range(2), range(2)):
+        indices, heads = indexer.indices[b, :, h].long(), slice(2 * h, 2 * h + 2)
+        valid = (indices >= 0) & visible.gather(-1, indices.clamp(min=0))
+        keys = indices.clamp(min=0)
+        x = torch.einsum("ihd,ijd->hij", indexer.q_t[b, :, heads], indexer.k_t[b, :, h][keys]) * 8**-0.5
+        p = torch.where(valid, (x - lse_t[b, heads, :, None]).exp().mean(0), 0.0)
+        dots = torch.einsum("igd,ijd->igj", indexer.q_s[b, :, 3 * h : 3 * h + 3], indexer.k_s[b, :, 0][keys]).relu()
+        y = torch.einsum("igj,ig->ij", dots, indexer.w_s[b, :, h]) * 15**-0.5
+        log_s = torch.where(valid, y, -torch.inf).log_softmax(-1)
+        mass = p.sum(-1, keepdim=True)
+        total = total + torch.where(valid & (p > 0), p * ((p / mass).log() - log_s), 0.0).sum()
+    options = dict(causal=True, lse_t=lse_t, lse_t_wider=True, row_weight="mass", reduction="sum")
+    given = make_indexer(heads_s=2, top_k=6)
+    loss = streamkl.indexer_kl(*given, **options)
+    torch.testing.assert_close(loss.double(), total.detach(), rtol=1e-5, atol=1e-5)
+    for one, other in zip(torch.autograd.grad(loss, given.trained), torch.autograd.grad(total, indexer.trained)):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+
+
+def test_given_visible_lse_saves_the_pass(monkeypatch):
+    indexer = make_indexer(top_k=6)
+    dense = streamkl.indexer_kl(*indexer[:5], causal=True, return_rows=True)[1].lse_t
+    over_list = streamkl.indexer_kl(*indexer, causal=True, return_rows=True)[1].lse_t
+    calls, run_function = [], lib.run_function
+    monkeypatch.setattr(_call.lib, "run_function", lambda op: calls.append(op) or run_function(op))
+    wider = dict(causal=True, lse_t=dense, lse_t_wider=True)
+    streamkl.indexer_kl(*indexer, lse_t_visible=over_list, **wider)
+    assert calls == [lib.FORWARD, lib.FORWARD_BACKWARD]
+    streamkl.indexer_kl(*indexer, **wider)
+    assert calls[2:] == [lib.FORWARD, lib.FORWARD, lib.FORWARD_BACKWARD]
+
+
+def test_several_layers_teach_one_indexer():
+    """Their heads are one teacher group: the KL of the mean has the gradient of the mean of the KLs."""
+    indexer = make_indexer(top_k=6)
+    layers = [make_indexer(seed=seed)[:2] for seed in range(3)]
+    joined = [torch.cat(tensors, dim=2) for tensors in zip(*layers)]
+    together, rows = streamkl.indexer_kl(*joined, *indexer[2:], causal=True, return_rows=True)
+    apart = torch.stack([streamkl.indexer_kl(*layer, *indexer[2:], causal=True) for layer in layers]).mean()
+    assert together < apart  # by how far the layers are from each other
+    for one, other in zip(gradients_of(together, indexer), gradients_of(apart, indexer)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    again = streamkl.indexer_kl(*joined, *indexer[2:], causal=True, lse_t=rows.lse_t)
+    torch.testing.assert_close(again, together)
+
+
+def test_captured():
+    """Of a teacher that is itself an indexer: nothing with weights of 0, everything with its own weights."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand((1, 12, 1, 8), generator=generator)  # positive: the ReLU changes nothing
+    for factor, captured in (0.0, 0.0), (1.0, 1.0):
+        call = (x, x, x, x[:, :, 0], torch.full((1, 12, 1), factor))
+        rows = streamkl.indexer_kl(*call, causal=True, softmax_scale_t=9.0, softmax_scale_s=9.0, return_rows=True)[1]
+        assert rows.captured[0, 0, 0] == 1  # one key
+        torch.testing.assert_close(rows.captured[0, 0, 1:], torch.full((11,), captured), atol=1e-4, rtol=0)
+    reverse = streamkl.indexer_kl(*call, direction="reverse", return_rows=True)[1]
+    assert reverse.kl_uniform is None
+    with pytest.raises(ValueError, match="captured: needs direction='forward'"):
+        reverse.captured
+
+
+def test_bad_options_of_a_wider_lse():
+    indexer = make_indexer()
+    lse_t = torch.zeros(2, 4, 19)
+    for options, message in (
+        (dict(row_weight="mass"), "row_weight='mass': needs lse_t_wider=True"),
+        (dict(row_weight="mean"), "row_weight='mean': must be 'mass' or None"),
+        (dict(lse_t=lse_t, lse_t_visible=lse_t), "lse_t_visible: needs lse_t_wider=True"),
+        (dict(lse_t=lse_t, lse_t_wider=True, lse_t_visible=lse_t[:, :3]), r"lse_t_visible: shape \[2, 3, 19\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            streamkl.indexer_kl(*indexer, **options)
 
 
 CHECKED = {

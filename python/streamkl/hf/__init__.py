@@ -8,6 +8,7 @@
 AttentionDistiller                      the KL between the attention of two models
 DistillationTrainer, DistillationMixin  the same for transformers' Trainer and trainers that derive from it
 capture                                 queries, keys, LSEs and masks of the layers of a model
+IndexerTrainer                          trains the indexers of a model with sparse attention
 compare                                 the KL per layer, head and position, and maps
 save_pair                               a file for `streamkl kl` and `streamkl map`
 """
@@ -16,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from ._compare import Comparison, capture, compare, save_pair
 from ._distiller import AttentionDistiller
+from ._indexer import IndexerReport, IndexerTrainer
 from ._layers import Layer
 
 if TYPE_CHECKING:
     from .trainer import DistillationMixin, DistillationTrainer
 
 __all__ = [
-    "AttentionDistiller", "Comparison", "DistillationMixin", "DistillationTrainer", "Layer", "capture", "compare", "save_pair",
+    "AttentionDistiller", "Comparison", "DistillationMixin", "DistillationTrainer", "IndexerReport", "IndexerTrainer", "Layer", "capture", "compare", "save_pair",
 ]  # fmt: skip
 
 

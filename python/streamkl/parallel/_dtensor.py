@@ -17,7 +17,7 @@ from .._options import Parallel
 
 _TENSORS = ("q_t", "k_t", "q_s", "k_s", "w_s", "indices")
 _KEYS = ("k_t", "k_s")
-_ROWS = ("row_weight", "lse_t", "lse_s", "key_begin", "key_end", "key_lengths")
+_ROWS = ("row_weight", "lse_t", "lse_t_visible", "lse_s", "key_begin", "key_end", "key_lengths")
 _SINKS = ("sink_t", "sink_s")
 
 

@@ -7,6 +7,7 @@
 
 #include "base/convert.h"
 #include "cuda/common/gradient_row.cuh"
+#include "cuda/common/row_stats.cuh"
 #include "cuda/common/strips/strip.cuh"
 
 namespace tensor_core
@@ -24,6 +25,17 @@ template <typename ELEMENT>
 __device__ inline uint32_t gate_pair(float2 pair, float low, float high, float2 weights, float least)
 {
     return pack(gate(pair.x, low, weights.x, least), gate(pair.y, high, weights.y, least), ELEMENT());
+}
+
+/* ---- Units of f16 -------------------------------------------------------------------------------------------- */
+
+/* The unit of a row whose f16 operands are multiples of it: the power of two with 2^14 <= largest / unit < 2^15;
+ * 1 if `largest` is 0 or not finite. */
+__device__ inline float unit_for(float largest)
+{
+    constexpr int ROOM = 14;
+    const int exponent = (int)(__float_as_uint(largest) >> 23) - 127; /* 2^exponent <= largest */
+    return largest > 0.0F && largest < INFINITY ? power_of_2(max(exponent - ROOM, -126)) : 1.0F;
 }
 
 /* ---- Queries ------------------------------------------------------------------------------------------------ */

@@ -44,14 +44,6 @@ template <int DIM> struct sparse_gradient_smem {
     sparse_row32 row;
 };
 
-/* The power of two with 2^14 <= largest / unit < 2^15; 1 if `largest` is 0 or not finite. */
-__device__ inline float unit_for(float largest)
-{
-    constexpr int ROOM = 14;
-    const int exponent = (int)(__float_as_uint(largest) >> 23) - 127; /* 2^exponent <= largest */
-    return largest > 0.0F && largest < INFINITY ? power_of_2(max(exponent - ROOM, -126)) : 1.0F;
-}
-
 /* How the warps share a product: each has 16 heads and some of a stage's keys. */
 struct warp_layout {
     int warps_m;

@@ -31,6 +31,10 @@ constexpr int GRADIENT_REGISTERS = 152;                              /* register
 constexpr int SPARSE_GRADIENT_CONSUMERS = (1 + DK_WARPGROUPS) * 128; /* threads */
 constexpr int SPARSE_GRADIENT_THREADS = 128 + SPARSE_GRADIENT_CONSUMERS;
 
+/* f16 operands are multiples of a unit, a power of two. That of dy is a constant, because dy is within -1 and 1. */
+template <typename ELEMENT> constexpr bool HAS_UNITS = std::is_same_v<ELEMENT, skl_f16>;
+template <typename ELEMENT> constexpr float DY_UNIT = HAS_UNITS<ELEMENT> ? 0x1p-14F : 1.0F;
+
 template <int DIM> struct sparse_gradient_smem {
     static constexpr int DEPTH = 6;
     static constexpr int DK_STRIDE = DIM + 8; /* floats: stores of pairs have no bank conflicts */
@@ -122,11 +126,12 @@ template <typename ELEMENT, int DIM> struct sparse_dq {
         return (int)(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4) + half * 8;
     }
 
-    /* D over all tiles of the row. */
+    /* D over all tiles of the row, in units of dy. */
     __device__ void multiply(float (&sums)[DIM / 8][4], const row_stage<DIM> &queries, int tiles)
     {
+        constexpr float PER_UNIT = 1.0F / DY_UNIT<ELEMENT>;
         stage_logits z;
-        uint32_t gated[STAGE_KEYS / 16][4]; /* dy [z > 0] */
+        uint32_t gated[STAGE_KEYS / 16][4]; /* dy [z > 0], in units */
         int former = 0;
 #pragma unroll 1
         for (int tile = 0; tile < tiles; tile++, at.next()) {
@@ -150,7 +155,7 @@ template <typename ELEMENT, int DIM> struct sparse_dq {
                     const int block = step * 2 + reg / 2, half = reg % 2;
                     const float2 dy = load_shared_2(smem.dy[at.stage][acc_column(block, 0)]);
                     gated[step][reg] = gate_pair<ELEMENT>(dy, z[block][half * 2], z[block][half * 2 + 1],
-                                                          make_float2(1.0F, 1.0F), params.least);
+                                                          make_float2(PER_UNIT, PER_UNIT), params.least);
                 }
             wgmma_fence();
             wgmma_steps<true, STAGE_KEYS / 16>(sums, gated, mn_major_operand(stage.slabs, SLAB_SIZE), tile > 0,
@@ -169,7 +174,7 @@ template <typename ELEMENT, int DIM> struct sparse_dq {
         const skl_output &dq = params.call.gradients.dq_s, &dw = params.call.gradients.dw_s;
         const int64_t batch = row.sequence.batch, query = row.sequence.query_begin + row.query;
         const row_source<ELEMENT> queries = heads_of<ELEMENT>(params.b, row, row.head * p.index_heads);
-        const float factor = upstream(row) * p.scale_s;
+        const float factor = upstream(row) * p.scale_s * DY_UNIT<ELEMENT>;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int head = head_of(half);
@@ -256,7 +261,8 @@ template <typename ELEMENT, int DIM> struct sparse_dk {
         bulk_commit();
     }
 
-    /* All tiles of the row. weights: those of the index heads in the thread's columns, two in each. */
+    /* All tiles of the row. weights: those of the index heads in the thread's columns, two in each,
+     * which `factor` has the unit of. */
     __device__ void multiply(const uint32_t (&weights)[INDEX_HEADS / 8], const row_slot &slot,
                              const row_stage<DIM> &queries, int tiles, float factor)
     {
@@ -304,6 +310,21 @@ template <typename ELEMENT, int DIM> struct sparse_dk {
         }
     }
 
+    /* The unit of the row's weights. The four lanes of an accumulator row have all of them. */
+    __device__ static float weight_unit(const row_slot &slot)
+    {
+        if constexpr (!HAS_UNITS<ELEMENT>)
+            return 1.0F;
+        float largest = 0.0F;
+#pragma unroll
+        for (int column = 0; column < INDEX_HEADS / 4; column++) {
+            const float magnitude = fabsf(slot.weights[acc_column(column / 2, column % 2)]);
+            largest = magnitude < INFINITY ? fmaxf(largest, magnitude) : largest;
+        }
+        largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
+        return unit_for(fmaxf(largest, __shfl_xor_sync(~0U, largest, 2)));
+    }
+
     __device__ void run()
     {
         const skl_input &given = params.call.inputs.grad_kl;
@@ -318,14 +339,15 @@ template <typename ELEMENT, int DIM> struct sparse_dk {
                 }
                 return;
             }
+            const float unit = weight_unit(slot);
             uint32_t weights[INDEX_HEADS / 8];
 #pragma unroll
             for (int block = 0; block < INDEX_HEADS / 8; block++)
-                weights[block] =
-                    pack(slot.weights[acc_column(block, 0)], slot.weights[acc_column(block, 1)], ELEMENT());
+                weights[block] = pack(slot.weights[acc_column(block, 0)] / unit,
+                                      slot.weights[acc_column(block, 1)] / unit, ELEMENT());
             const float upstream =
                 tiles > 0 && given.data != NULL ? skl_row_value(&given, &row.sequence, row.head, row.query) : 1.0F;
-            multiply(weights, slot, smem.queries[n], tiles, upstream * params.problem.scale_s);
+            multiply(weights, slot, smem.queries[n], tiles, upstream * params.problem.scale_s * unit);
         });
         tma_wait_read();
     }
