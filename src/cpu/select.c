@@ -216,6 +216,8 @@ static const char *variant_of(const skl_cpu_pass *pass)
 
 skl_status skl_cpu_check_op(skl_op op)
 {
+    if (op == SKL_OP_ATTENTION_STATS)
+        return skl_fail(SKL_ERROR_UNSUPPORTED, "skl_attention_stats on a CPU: there is no kernel yet");
     return op == SKL_OP_ATTENTION_FORWARD
                ? skl_fail(SKL_ERROR_UNSUPPORTED,
                           "skl_attention_forward on a CPU: there is no kernel; call your attention and skl_forward")

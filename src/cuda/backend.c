@@ -131,6 +131,11 @@ static void leave_device(int device, int former)
 static skl_status refuse(const skl_cuda_launches *launches, skl_op op)
 {
     const bool forward = op == SKL_OP_ATTENTION_FORWARD;
+    if (op == SKL_OP_ATTENTION_STATS)
+        return skl_fail(SKL_ERROR_UNSUPPORTED,
+                        "skl_attention_stats on a GPU: %s; call it on the CPU, with options.device=SKL_CPU and "
+                        "tensors in host memory",
+                        launches->refusal);
     return skl_fail(SKL_ERROR_UNSUPPORTED, "skl_attention_%s on a GPU: no kernel carries the KL here (%s); call %s",
                     forward ? "forward" : "backward", launches->refusal,
                     forward ? "your attention and skl_forward"
