@@ -83,10 +83,10 @@ static void test_needs_of_bad_arguments(void **state)
     skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_S);
     assert_int_equal(skl_problem_needs(NULL, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "problem=NULL: must be given");
-    assert_int_equal(skl_problem_needs(&problem, (skl_op)6), 0);
-    assert_string_equal(skl_last_error(), "op=6: must be 0..5");
+    assert_int_equal(skl_problem_needs(&problem, (skl_op)7), 0);
+    assert_string_equal(skl_last_error(), "op=7: must be 0..6");
     assert_int_equal(skl_problem_needs(&problem, (skl_op)-1), 0);
-    assert_string_equal(skl_last_error(), "op=-1: must be 0..5");
+    assert_string_equal(skl_last_error(), "op=-1: must be 0..6");
     problem.dim_t = 0;
     assert_int_equal(skl_problem_needs(&problem, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "dim_t=0: must be 1..512");
