@@ -389,6 +389,7 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     16 MiB     thread with work                      O(1)    all                 CPU
  *     4 bytes    thread and element of a head's dk     O(1)    gradients           CPU, 16-bit dk, up to 8192 keys
  *     4 bytes    row and student head                  O(N)    forward_backward    sinks
+ *     16 bytes   row and student head                  O(N)    attention_stats     CPU
  *     2 MiB      call                                  O(1)    all                 GPU
  *     8 bytes    key                                   O(N)    gradients           GPU, row bounds
  *     4 bytes    element of dk_t and dk_s              O(N)    gradients           Hopper, summed dk
@@ -403,6 +404,7 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     8 bytes    element of dk_s                       O(N)    gradients           GPU, indexer
  *
  *   - N stands for len_q and len_k. A thread has work if there is a tile of a head for it.
+ *   - CPU, attention_stats: the rows of a sequence count as a multiple of 96.
  *   - CPU, 16-bit dk: f32 sums of dk_t, dk_s and dv_s of one key head, where these are 16-bit.
  *   - Hopper, summed dk: 16-bit dk of heads of up to 128 dimensions, in a plan that need not be deterministic.
  *   - Hopper, two-term rows: f32, mixed types and head sizes that are no multiple of 8, up to 128 dimensions. A row

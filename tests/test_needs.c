@@ -141,14 +141,18 @@ static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op
     skl_row_state states[2];
     const skl_attention attention = {.struct_size = sizeof attention, .v_s = in.k_s, .o_s = in.q_s, .do_s = in.q_s};
 
+    const skl_stats stats = {.struct_size = sizeof stats,
+                             .entropy = skl_output_contiguous(outputs[7], p->heads_s, 1, 1)};
+
     const size_t size = skl_plan_workspace_size(plan, op);
     test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
     const skl_status status =
-        op == SKL_OP_FORWARD    ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
-        : op == SKL_OP_BACKWARD ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
-        : op == SKL_OP_PARTIAL  ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
-        : op == SKL_OP_FORWARD_BACKWARD
-            ? skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL)
+        op == SKL_OP_FORWARD            ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
+        : op == SKL_OP_BACKWARD         ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
+        : op == SKL_OP_PARTIAL          ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
+        : op == SKL_OP_FORWARD_BACKWARD ? skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL)
+        : op == SKL_OP_ATTENTION_STATS
+            ? skl_attention_stats(plan, &in, &stats, workspace.data, size, NULL)
             : skl_attention_backward(plan, &in, &attention, &rows, &grads, workspace.data, size, NULL);
     memory_destroy(&workspace);
     return status;
