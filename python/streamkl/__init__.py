@@ -6,6 +6,7 @@ attention_kl, AttentionKLLoss    KL between a teacher's and a student's attentio
 indexer_kl, IndexerKLLoss        the same for a student that is the indexer of a sparse attention
 attention                        attention whose backward carries its KL to a teacher
 attention_map                    where two models attend, and where their KL comes from
+attention_stats                  which keys one attention attends to, how much, and how far away
 explain, explain_indexer         the launches of a call, and the reasons
 hf.AttentionDistiller            distills Hugging Face models without changes to their code
 Parallel                         process groups of a call that is split over ranks
@@ -21,9 +22,10 @@ from .indexer import IndexerRows, indexer_kl
 from .loss import AttentionKLLoss, IndexerKLLoss
 from ._options import Parallel
 from .maps import AttentionMap, attention_map
+from .stats import AttentionStats, attention_stats
 
 __all__ = [
-    "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "attention", "attention_kl", "attention_map", "explain",
+    "AttentionKLLoss", "AttentionMap", "AttentionStats", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "attention", "attention_kl", "attention_map", "attention_stats", "explain",
     "explain_indexer", "hf", "indexer_kl", "parallel", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()
