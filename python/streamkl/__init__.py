@@ -22,10 +22,10 @@ from .indexer import IndexerRows, indexer_kl
 from .loss import AttentionKLLoss, IndexerKLLoss
 from ._options import Parallel
 from .maps import AttentionMap, attention_map
-from .stats import AttentionStats, attention_stats
+from .stats import Statistics, attention_stats
 
 __all__ = [
-    "AttentionKLLoss", "AttentionMap", "AttentionStats", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "attention", "attention_kl", "attention_map", "attention_stats", "explain",
+    "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "Statistics", "attention", "attention_kl", "attention_map", "attention_stats", "explain",
     "explain_indexer", "hf", "indexer_kl", "parallel", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()

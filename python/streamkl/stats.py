@@ -1,6 +1,6 @@
 """streamkl.attention_stats: which keys an attention attends to, and how much, at any length.
 
-    streamkl::attention_stats    the statistics of the bit mask `results`, in the order of AttentionStats
+    streamkl::attention_stats    the statistics of the bit mask `results`, in the order of Statistics
 
 With the LSE of a row known, its probabilities are exact at first sight: one product and one exponential per pair of query
 and key give every statistic, in memory that grows with the number of rows and keys, not with their product.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class AttentionStats(NamedTuple):
+class Statistics(NamedTuple):
     """Statistics of an attention; those that were not wanted are ``None``. All are f32, except ``top_keys``.
 
     Packed results have no batch dimension, except those of heads.
@@ -53,7 +53,7 @@ class AttentionStats(NamedTuple):
         return self.distance_mass / self.distance_mass.sum(-1, keepdim=True)
 
 
-RESULTS = AttentionStats._fields
+RESULTS = Statistics._fields
 _OF_KEYS, _OF_ROWS = ("key_sum", "key_max"), ("lse", "entropy", "max_logit", "expected_distance")
 _CONTIGUOUS = ("head_max_logit", "distance_mass", "range_sum", "weights", "key_ranges", "chosen_rows")
 
@@ -165,7 +165,7 @@ def attention_stats(
     key_ranges: Any = None,
     chosen_rows: Any = None,
     **options: Unpack[StatsOptions],
-) -> AttentionStats:
+) -> Statistics:
     """Statistics of an attention, without its N x N matrix: which keys it attends to, how much, and how far away.
 
     P is the softmax of ``scale * <q, k>`` over the keys that a query sees. Memory is linear in the number of queries and
@@ -183,7 +183,7 @@ def attention_stats(
         lse: log-sum-exp (natural log, f32) of each row, ``[batch, heads, len_q]``, packed ``[heads, total_q]``, as flash
             attention returns it; it saves the pass that computes it, and includes the sink. It may cover more keys than
             the row sees here: P are then shares of all these keys, and sums over calls on parts of the keys add up.
-        want: names of the fields of :class:`AttentionStats` to compute.
+        want: names of the fields of :class:`Statistics` to compute.
         key_ranges: for ``range_mass`` and ``range_sum``: pairs ``(begin, end)`` of keys of the sequence, ``[ranges, 2]``, or
             ``[batch, ranges, 2]`` for one list per sequence; at most 64.
         chosen_rows: for ``weights``: numbers of queries in their sequence, ``[rows]`` or ``[batch, rows]``; negative ones
@@ -191,7 +191,7 @@ def attention_stats(
         {options}
 
     Returns:
-        :class:`AttentionStats` on the device of the tensors. A row that sees no key has ``lse`` and ``max_logit`` -inf,
+        :class:`Statistics` on the device of the tensors. A row that sees no key has ``lse`` and ``max_logit`` -inf,
         ``top_keys`` -1 and 0 elsewhere, and adds to no sum. A sink takes its share of a row and adds to its entropy; no
         other result contains it.
 
@@ -228,7 +228,7 @@ def attention_stats(
         )
     except ValueError as error:  # q and k are those of both models of a problem
         raise ValueError(re.sub(r"\b(q|k|lse|sink|dim|heads|key_heads|softcap|scale|dtype)_[st]\b", r"\1", str(error))) from None
-    return AttentionStats(**dict(zip([name for bit, name in enumerate(RESULTS) if results >> bit & 1], made)))
+    return Statistics(**dict(zip([name for bit, name in enumerate(RESULTS) if results >> bit & 1], made)))
 
 
 _OWN_OPTIONS: dict[str, Any] = dict(
