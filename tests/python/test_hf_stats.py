@@ -87,28 +87,3 @@ def test_use():
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         AttentionStats(model, causal=True)
-
-
-def test_scores_of_kvpress():
-    """The scores of ObservedAttentionPress, which needs eager attention, and the keys that it keeps."""
-    kvpress = pytest.importorskip("kvpress")
-    model, tokens = llama(heads=4, key_heads=2).eval(), torch.randint(3, 99, (1, 40))
-    eager = copy.deepcopy(model)
-    eager.set_attn_implementation("eager")
-    scores = []
-
-    class Observed(kvpress.ObservedAttentionPress):
-        def score(self, *arguments, **named):
-            scores.append(super().score(*arguments, **named))
-            return scores[-1]
-
-    with torch.no_grad(), Observed(compression_ratio=0.5)(eager):
-        eager(input_ids=tokens, output_attentions=True)
-    with AttentionStats(model, want=("key_sum",), per_key_head=True) as stats, torch.no_grad():
-        model(input_ids=tokens)
-        assert len(scores) == len(stats) == 2
-        for found, score in zip(stats, scores):
-            ours = found.key_sum / 2 / torch.arange(40, 0, -1)
-            assert (ours - score).abs().max() < 1e-5
-            kept = [each.topk(20).indices.sort().values for each in (ours, score)]
-            assert torch.equal(*kept)
