@@ -7,6 +7,7 @@ import torch
 from hf_architectures import classes_of, tiny_config
 from hf_models import batch, bert, gemma2, llama
 
+from examples import attention_stats as example
 from streamkl.hf import AttentionStats
 
 WANT = ("key_sum", "key_max", "lse", "entropy", "expected_distance", "top_keys", "top_p", "distance_mass")
@@ -87,3 +88,23 @@ def test_use():
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         AttentionStats(model, causal=True)
+
+
+def test_example():
+    """Its four answers, from the weights that eager attention returns."""
+    model, tokens = llama().eval(), torch.randint(3, 99, (1, 40))
+    weights = eager_attentions(model, dict(input_ids=tokens))
+    sums = torch.stack([p[0].sum(1).unflatten(0, (2, 2)).sum(1) for p in weights])
+    assert torch.equal(example.heavy_hitters(model, tokens), sums.topk(8).indices)
+    share = torch.stack([p[0, :, :, 0].mean(-1) for p in weights])
+    assert (example.sink_share(model, tokens) - share).abs().max() < 1e-5
+
+    factors = example.qk_clip_factors(model, tokens, limit=1.0)
+    assert (factors < 1).any()
+    with torch.no_grad():
+        for layer, factor in zip(model.model.layers[:1], factors):
+            layer.self_attn.q_proj.weight.mul_(factor.repeat_interleave(8)[:, None])
+    assert (example.qk_clip_factors(model, tokens, limit=1.0)[0] > 1 - 1e-4).all()  # the first layer's logits are clipped
+
+    scores = example.retrieval_scores(model, 99, length=16)
+    assert scores.shape == (2, 4) and ((scores >= 0) & (scores <= 1)).all()
