@@ -1,12 +1,12 @@
 """Four questions about the attention of a Hugging Face model, without its attention matrices:
 
-    heavy hitters    which tokens get most of the attention: candidates that a KV cache keeps
-    sinks            how much goes to the first token
-    max logits       how large logits get, and the factors with which QK-clip shrinks the query weights
-    retrieval heads  which heads find the token that followed an earlier occurrence of the current one
+heavy hitters    which tokens get most of the attention: candidates that a KV cache keeps
+sinks            how much goes to the first token
+max logits       how large logits get, and the factors with which QK-clip shrinks the query weights
+retrieval heads  which heads find the token that followed an earlier occurrence of the current one
 
-    python examples/attention_stats.py                            # a small random model, seconds
-    python examples/attention_stats.py --model MODEL --tokens 8192
+python examples/attention_stats.py                            # a small random model, seconds
+python examples/attention_stats.py --model MODEL --tokens 8192
 """
 
 import argparse
@@ -44,9 +44,7 @@ def retrieval_scores(model, vocabulary, length=64):
     with AttentionStats(model, want=["top_keys"], top_k=1) as stats, torch.no_grad():
         model(input_ids=torch.cat([once, once], 1))
         target = torch.arange(1, length)  # of queries length .. 2 length - 2
-        return torch.stack(
-            [(found.top_keys[0, :, length:-1, 0] == target).float().mean(-1) for found in stats]
-        )
+        return torch.stack([(found.top_keys[0, :, length:-1, 0] == target).float().mean(-1) for found in stats])
 
 
 def small_model():
@@ -66,7 +64,10 @@ def main():
     model = (AutoModelForCausalLM.from_pretrained(given.model) if given.model else small_model()).eval()
     tokens = torch.randint(model.config.vocab_size, (1, given.tokens))
     print("heavy hitters of layer 0:", heavy_hitters(model, tokens)[0].tolist())
-    print("share of the first token, by layer:", [f"{share:.3f}" for share in sink_share(model, tokens).mean(1).tolist()])
+    print(
+        "share of the first token, by layer:",
+        [f"{share:.3f}" for share in sink_share(model, tokens).mean(1).tolist()],
+    )
     print("smallest QK-clip factor:", f"{qk_clip_factors(model, tokens).min().item():.3f}")
     scores = retrieval_scores(model, model.config.vocab_size)
     layer, head = divmod(int(scores.argmax()), scores.shape[1])

@@ -17,7 +17,9 @@ from ._problem import (
     ATTENTION, CUDA, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
 )  # fmt: skip
 
-FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD, ATTENTION_FORWARD, ATTENTION_STATS = OPS = range(7)  # skl_op
+FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD, ATTENTION_FORWARD, ATTENTION_STATS = OPS = range(
+    7
+)  # skl_op
 
 # Row vectors: the members of skl_rows, bit by bit. The first four are the bits of skl_problem_needs.
 ROW_NAMES = ("kl", "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy", "mass")

@@ -73,7 +73,11 @@ class _Stats(Operator):
         own, given, options = self.unpack(arguments)
         plan = plan_for(specs_of(**given), options)
         problem = plan.problem
-        tensors = {name: each if name in _VECTORS else _rows_contiguous(each) for name, each in given.items() if each is not None}
+        tensors = {
+            name: each if name in _VECTORS else _rows_contiguous(each)
+            for name, each in given.items()
+            if each is not None
+        }
         inputs = lib.pack_inputs(**{name: _member(name, each, problem) for name, each in tensors.items()})
         made = _new_results(given["q_s"], own, problem)
         stats = dict(made)
@@ -199,7 +203,9 @@ def attention_stats(
         ValueError: an argument does not fit; the message contains its name, its shape or value, and what is accepted.
     """
     results = _bits_of(want)
-    check_tensors("attention_stats", q=q, k=k, optional=dict(lse=lse, **{name: options.get(name) for name in _TENSOR_OPTIONS}))
+    check_tensors(
+        "attention_stats", q=q, k=k, optional=dict(lse=lse, **{name: options.get(name) for name in _TENSOR_OPTIONS})
+    )
     own: dict[str, Any] = {name: options.pop(name, default) for name, default in _OWN_OPTIONS.items()}  # type: ignore[misc]
     _check_own(own, results, lse)
     try:
@@ -227,7 +233,9 @@ def attention_stats(
             *asked,
         )
     except ValueError as error:  # q and k are those of both models of a problem
-        raise ValueError(re.sub(r"\b(q|k|lse|sink|dim|heads|key_heads|softcap|scale|dtype)_[st]\b", r"\1", str(error))) from None
+        raise ValueError(
+            re.sub(r"\b(q|k|lse|sink|dim|heads|key_heads|softcap|scale|dtype)_[st]\b", r"\1", str(error))
+        ) from None
     return Statistics(**dict(zip([name for bit, name in enumerate(RESULTS) if results >> bit & 1], made)))
 
 
