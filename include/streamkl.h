@@ -391,6 +391,9 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     4 bytes    row and student head                  O(N)    forward_backward    sinks
  *     16 bytes   row and student head                  O(N)    attention_stats     CPU
  *     2 MiB      call                                  O(1)    all                 GPU
+ *     64 MiB     call                                  O(1)    attention_stats     GPU
+ *     20 bytes   row and student head                  O(N)    attention_stats     GPU
+ *     4224 bytes  key of one sequence                  O(N)    attention_stats     GPU
  *     8 bytes    key                                   O(N)    gradients           GPU, row bounds
  *     4 bytes    element of dk_t and dk_s              O(N)    gradients           Hopper, summed dk
  *     516 bytes  row of q_t, q_s, k_t and k_s          O(N)    all                 Hopper, two-term rows

@@ -110,7 +110,9 @@ void skl_cuda_select(const skl_problem *p, const skl_cuda_target *target, const 
                 .gradients = skl_op_has_gradients(request->op),
                 .capped = skl_select_is_capped(p)};
     if (request->op == SKL_OP_ATTENTION_STATS) {
-        launches->refusal = "this build has no kernel for it";
+        s.kernel = target->kernel;
+        skl_select_stats(&s);
+        lay_out_workspace(launches);
         return;
     }
     skl_select_fit(&s);
