@@ -54,19 +54,18 @@ static void test_one_case(void **state)
     assert_int_equal(wrong, 0);
 }
 
-/* ---- Threads --------------------------------------------------------------------------------------------------- */
+/* ---- Order ----------------------------------------------------------------------------------------------------- */
 
-static const test_case threaded = {"threaded",      SHAPE(2, 400, 500), HEADS(4, 4),
-                                   KEY_HEADS(2, 2), DIMS(24, 24),       CAUSAL};
+static const test_case ordered[] = {
+    {"ordered", SHAPE(2, 400, 500), HEADS(4, 4), KEY_HEADS(2, 2), DIMS(24, 24), CAUSAL},
+    {"ordered, bf16", SHAPE(2, 1100, 1000), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16)},
+};
 
-/* Every result has one writer and sums have one order: bits do not depend on threads. */
-static void test_bits_do_not_depend_on_threads(void **state)
+/* Every result has one writer and sums have one order: bits depend neither on threads nor on the run. */
+static void test_bits_are_the_same_in_every_run(void **state)
 {
-    (void)state;
-    if (test_device() != SKL_CPU)
-        skip();
     fixture f;
-    fixture_create(&f, &threaded);
+    fixture_create(&f, *state);
     stats_setup setup = stats_setup_create(&f, STATS_WEIGHTED);
     stats_results one = stats_results_create(&setup), many = stats_results_create(&setup);
     const uint32_t bits = stats_requested(&setup, STATS_WEIGHTED);
@@ -151,7 +150,7 @@ static void test_invalid_arguments_are_refused(void **state)
 {
     (void)state;
     fixture f;
-    fixture_create(&f, &threaded);
+    fixture_create(&f, &ordered[0]);
     stats_setup setup = stats_setup_create(&f, STATS_PLAIN);
     stats_results results = stats_results_create(&setup);
     skl_plan *const plan = test_plan(&f.problem, NULL, 1);
@@ -205,7 +204,7 @@ static void test_the_passes_of_a_cpu_are_explained(void **state)
     if (test_device() != SKL_CPU)
         skip();
     fixture f;
-    fixture_create(&f, &threaded);
+    fixture_create(&f, &ordered[0]);
     skl_plan *const plan = test_plan(&f.problem, "cpu_portable", 1);
     char text[1024];
     assert_true(skl_plan_explain(plan, NULL, SKL_OP_ATTENTION_STATS, text, sizeof text) < sizeof text);
@@ -225,11 +224,13 @@ int main(void)
     const int64_t sample = test_environment("SKL_TEST_SAMPLE", 1), work = test_environment("SKL_TEST_WORK", 1000);
     const size_t random_count = (size_t)(test_environment("SKL_TEST_RANDOM", 40) / sample);
     random_case *const drawn = calloc(2 * random_count + 1, sizeof *drawn);
-    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 4, sizeof *tests);
+    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 5, sizeof *tests);
     if (drawn == NULL || tests == NULL)
         return 2;
     size_t count = 0, small = 0;
-    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_bits_do_not_depend_on_threads);
+    for (size_t n = 0; n < COUNT_OF(ordered); n++)
+        tests[count++] = (struct CMUnitTest){ordered[n].name, test_bits_are_the_same_in_every_run, NULL, NULL,
+                                             (void *)(uintptr_t)&ordered[n]};
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_invalid_arguments_are_refused);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_indexers_have_no_statistics);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_the_passes_of_a_cpu_are_explained);
@@ -248,7 +249,7 @@ int main(void)
         if (c->index_heads == 0 && is_small(c))
             tests[count++] = (struct CMUnitTest){drawn[n].name, test_one_case, NULL, NULL, (void *)(uintptr_t)c};
     }
-    const int failures = test_run("stats", tests, count);
+    const int failures = test_run("stats", tests, test_shard(tests, count));
     free(tests);
     free(drawn);
     return failures;
