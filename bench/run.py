@@ -31,6 +31,7 @@ QUESTIONS = {
     "carried": "the KL inside an attention backward, compared with two calls",
     "call": "what the loss adds to an attention, as Python calls it",
     "step": "what the loss adds to a training step",
+    "stats": "statistics of one attention, compared with the KL forward, SDPA and FlexAttention",
     "indexer": "the loss of a sparse attention's indexer, compared with naive code",
     "zigzag": "the work of each rank of a context-parallel group: is it balanced?",
     "overhead": "host time of a call from Python",

@@ -63,7 +63,8 @@ static const cli_option shape_options[] = {
 static const option_group groups[] = {
     {"Output:", output_options, 0},
     {"Shape of the problem, with --explain:", shape_options, 0},
-    {"Masks, scales and direction, with --explain:", problem_options, offsetof(info_request, problem)},
+    {"Masks, with --explain:", mask_options, offsetof(info_request, problem)},
+    {"Scales and direction, with --explain:", logit_options, offsetof(info_request, problem)},
     {"Engine, with --explain:", engine_options, offsetof(info_request, options)},
     {0},
 };

@@ -19,6 +19,7 @@ static const command commands[] = {
     {"distill", cmd_distill, "distill attention at a long context, with a report"},
     {"kl", cmd_kl, "KL and gradients of the tensors in safetensors or .npy files"},
     {"map", cmd_map, "attention maps, and contributions to the KL"},
+    {"stats", cmd_stats, "which keys an attention attends to, how much, and how far away"},
     {"demo", cmd_demo, "a 16K context on this machine, compared with materializing"},
     {"info", cmd_info, "version, CPU, devices, kernels, and why a kernel is chosen"},
     {"check", cmd_check, "compare this machine's kernels with the float64 oracle"},

@@ -216,6 +216,29 @@ skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_
     return status;
 }
 
+skl_status mirror_stats(mirror *tensors, skl_inputs *inputs, skl_stats *stats)
+{
+    const skl_problem *const p = &tensors->problem;
+    const int64_t sum_heads = stats->per_key_head ? p->key_heads_s : p->heads_s;
+    const tensor_shape of_keys = {"key_sum", sum_heads, rows_k(p), 1, sizeof(float)};
+    const head_tensor heads[] = {
+        {&stats->key_sum, of_keys},
+        {&stats->key_max, of_keys},
+        {&stats->lse, row_vector(tensors, "lse", p->heads_s)},
+        {&stats->entropy, row_vector(tensors, "entropy", p->heads_s)},
+        {&stats->max_logit, row_vector(tensors, "max_logit", p->heads_s)},
+        {&stats->expected_distance, row_vector(tensors, "expected_distance", p->heads_s)},
+    };
+    const flat_array flat[] = {
+        {&stats->head_max_logit, "head_max_logit", p->batch * p->heads_s},
+        {&stats->distance_mass, "distance_mass", p->batch * p->heads_s * stats->distance_count},
+    };
+    skl_status status = map_inputs(tensors, inputs);
+    if (status == SKL_OK)
+        status = map_heads(tensors, heads, COUNT_OF(heads), true);
+    return status == SKL_OK ? map_flat(tensors, flat, COUNT_OF(flat), true) : status;
+}
+
 skl_status mirror_fetch(mirror *tensors)
 {
     skl_status status = SKL_OK;

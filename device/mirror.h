@@ -40,6 +40,10 @@ void mirror_destroy(mirror *tensors);
 /* Any of the three may be NULL. On failure device_error() says why. */
 skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients);
 
+/* The same for the results of skl_attention_stats that a tool asks for: those without key ranges, top keys and chosen
+ * rows. */
+skl_status mirror_stats(mirror *tensors, skl_inputs *inputs, skl_stats *stats);
+
 /* Synchronises, and copies the outputs since the last fetch to the host. */
 skl_status mirror_fetch(mirror *tensors);
 

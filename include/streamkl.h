@@ -13,7 +13,7 @@
  *     The problem              shapes, types and masks, without pointers
  *     Tensors                  addresses and strides
  *     Plans                    kernels and workspace, chosen once for many calls
- *     Running                  forward, backward, both in one pass, the student's attention backward
+ *     Running                  forward, backward, both in one pass, the student's attention backward, statistics
  *     Before a call            what it needs, and whether its arrays are valid
  *     Partial states           keys split over calls, devices or ranks
  *     Version and kernels
@@ -295,6 +295,57 @@ typedef struct skl_attention {
     skl_output dv_s;    /* gradient of the values; no data: not requested */
 } skl_attention;
 
+/* Statistics of the student's attention, for skl_attention_stats: which ones, and where to write them. Start from
+ * zeros: a result without data is not requested, and any subset may be. All results are f32, except top_keys.
+ *
+ *     x_ij = softcap_s(scale_s * <q_s[i], k_s[j]>)    P_ij = exp(x_ij - lse_i), for the keys j visible to row i
+ *     lse_i = inputs.lse_s if given, else the log-sum-exp of x_ij over these keys and, with sinks, of sink_s
+ *     d_ij = |position of query i - position of key j|, see skl_positions
+ *     w_i = row_weights, else 1; 0 for a row outside [row_begin, row_end) of its sequence
+ *
+ * Sums and maxima over rows i leave out rows with w_i = 0. A sink is no key: it takes its share of each row and adds
+ * to the entropy, and no other result contains it. A row without visible keys has lse and max_logit -inf and 0
+ * elsewhere, keys -1, and adds to no sum. A sum over no row is 0, and so is key_max. A masked key has 0 everywhere.
+ * NaN in a visible query or key makes the lse of its row NaN and every sum that the row adds to; maxima and top keys
+ * of such a row are unspecified. */
+typedef struct skl_stats {
+    size_t struct_size;    /* sizeof(skl_stats) */
+    skl_input row_weights; /* f32 [batch, heads_s, len_q]; no data: all 1. Strides may be 0 */
+    int64_t row_begin;     /* rows of the sums and maxima over rows, by number in their sequence, as in a Python */
+    int64_t row_end;       /* slice: a negative bound counts from the end, and row_end = 0 is the end */
+    /* Per key: [batch, heads_s, len_k]; with per_key_head [batch, key_heads_s, len_k], packed [heads, total_k]. */
+    int32_t per_key_head; /* 1: the query heads that share a key head count as more rows of one head */
+    skl_output key_sum;   /* sum_i w_i P_ij */
+    skl_output key_max;   /* max_i P_ij */
+    /* Per row, whatever its weight: [batch, heads_s, len_q] */
+    skl_output lse;               /* lse_i; must not be requested if inputs.lse_s is given */
+    skl_output entropy;           /* -sum_j P_ij log P_ij, natural log; the sink is one more outcome */
+    skl_output max_logit;         /* max_j x_ij */
+    skl_output expected_distance; /* sum_j P_ij d_ij */
+    /* Per head: contiguous [batch, heads_s, ...], also when packed; NULL: not requested. */
+    float *head_max_logit;  /* [batch, heads_s]: max_ij x_ij over the rows of the sums; -inf without any */
+    float *distance_mass;   /* [batch, heads_s, distance_count]: sum_i w_i P_ij over the pairs of a bucket: bucket 0
+                             * has d_ij = 0, and bucket n has 2^(n-1) <= d_ij < 2^n. The last bucket has no end */
+    int32_t distance_count; /* buckets, 1..64 */
+    int32_t range_count;    /* key ranges, 1..64 */
+    /* int32 [batch, range_count, 2]: begin and end of ranges of keys, by number in their sequence. Ranges may overlap
+     * or be empty. The CPU refuses ranges outside the sequence; a GPU cuts them off. */
+    const int32_t *key_ranges;
+    skl_output range_mass; /* [batch, heads_s, len_q, range_count]: sum_j P_ij over a range, whatever w_i */
+    float *range_sum;      /* [batch, heads_s, range_count]: sum_i w_i range_mass_i */
+    /* The top_k largest P_ij of every row, largest first: [batch, heads_s, len_q, top_k]. Where a row sees fewer keys
+     * the rest is -1 and 0. Equal ones come in the order of their keys on the CPU, in any order on a GPU. */
+    int32_t top_k;       /* 1..64 */
+    skl_output top_keys; /* int32: keys, by number in their sequence */
+    skl_output top_p;    /* P_ij of these keys */
+    /* All P_ij of chosen rows. */
+    int32_t chosen_count;       /* rows per sequence */
+    const int32_t *chosen_rows; /* int32 [batch, chosen_count]: rows by number in their sequence; -1: none, a row of
+                                 * zeros. The CPU refuses other numbers; a GPU treats them as none */
+    float *weights;             /* contiguous [batch, heads_s, chosen_count, len_k], also when packed; keys by number
+                                 * in their sequence, 0 after its last; NULL: not requested */
+} skl_stats;
+
 /* ---- Plans: kernels and workspace, chosen once for many calls ------------------------------------------------ */
 
 /* A plan checks a problem, chooses kernels and knows the workspace of each operation:
@@ -335,7 +386,8 @@ typedef enum skl_op {
     SKL_OP_FORWARD_BACKWARD = 2,
     SKL_OP_PARTIAL = 3,
     SKL_OP_ATTENTION_BACKWARD = 4,
-    SKL_OP_ATTENTION_FORWARD = 5
+    SKL_OP_ATTENTION_FORWARD = 5,
+    SKL_OP_ATTENTION_STATS = 6
 } skl_op;
 
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
@@ -348,7 +400,11 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     16 MiB     thread with work                      O(1)    all                 CPU
  *     4 bytes    thread and element of a head's dk     O(1)    gradients           CPU, 16-bit dk, up to 8192 keys
  *     4 bytes    row and student head                  O(N)    forward_backward    sinks
+ *     16 bytes   row and student head                  O(N)    attention_stats     CPU
  *     2 MiB      call                                  O(1)    all                 GPU
+ *     64 MiB     call                                  O(1)    attention_stats     GPU
+ *     20 bytes   row and student head                  O(N)    attention_stats     GPU
+ *     4224 bytes  key of one sequence                  O(N)    attention_stats     GPU
  *     8 bytes    key                                   O(N)    gradients           GPU, row bounds
  *     4 bytes    element of dk_t and dk_s              O(N)    gradients           Hopper, summed dk
  *     516 bytes  row of q_t, q_s, k_t and k_s          O(N)    all                 Hopper, two-term rows
@@ -362,6 +418,7 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     8 bytes    element of dk_s                       O(N)    gradients           GPU, indexer
  *
  *   - N stands for len_q and len_k. A thread has work if there is a tile of a head for it.
+ *   - CPU, attention_stats: the rows of a sequence count as a multiple of 96.
  *   - CPU, 16-bit dk: f32 sums of dk_t, dk_s and dv_s of one key head, where these are 16-bit.
  *   - Hopper, summed dk: 16-bit dk of heads of up to 128 dimensions, in a plan that need not be deterministic.
  *   - Hopper, two-term rows: f32, mixed types and head sizes that are no multiple of 8, up to 128 dimensions. A row
@@ -381,16 +438,16 @@ SKL_API int32_t skl_plan_threads(const skl_plan *plan);
  *     STEP: KERNEL, VARIANT[, N splits][, N bytes of workspace] (REASON)
  *
  * The choice can depend on strides and alignment, so pass the inputs of the call; no tensor is read. NULL stands for
- * aligned, contiguous inputs. All of problem.gradients and the KL of every row count as requested. Like snprintf, it
- * writes at most `size` bytes including the terminating zero and returns the length of the whole text. Returns 0 and
- * sets skl_last_error() if an argument is invalid. */
+ * aligned, contiguous inputs. All of problem.gradients, the KL of every row and all statistics count as requested.
+ * Like snprintf, it writes at most `size` bytes including the terminating zero and returns the length of the whole
+ * text. Returns 0 and sets skl_last_error() if an argument is invalid. */
 SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size);
 
 /* Returns 1 if calls of an operation run, with aligned tensors and all of problem.gradients. Returns 0 and sets
- * skl_last_error() if not: the message says why, and what to call instead. Only the two calls of the student's own
- * attention can be missing. On a GPU they need Hopper, bf16 or f16 heads of up to 128 dimensions, KL(P || S), r = 1
- * and no softcap; skl_attention_backward also needs a plan that need not be deterministic. On a CPU there is no
- * skl_attention_forward. */
+ * skl_last_error() if not: the message says why, and what to call instead. Only the three calls of the student's own
+ * attention can be missing. On a GPU, skl_attention_forward and skl_attention_backward need Hopper, bf16 or f16 heads
+ * of up to 128 dimensions, KL(P || S), r = 1 and no softcap; skl_attention_backward also needs a plan that need not
+ * be deterministic. On a CPU there is no skl_attention_forward. */
 SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */
@@ -451,6 +508,23 @@ SKL_API skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs
                                           const skl_attention *attention, const skl_rows *rows,
                                           const skl_gradients *gradients, void *workspace, size_t workspace_size,
                                           skl_stream stream);
+
+/* Statistics of one attention, that of the student: which keys it attends to, and how much, without its matrix.
+ *
+ *     problem.heads_t = problem.heads_s = 32, problem.dim_t = problem.dim_s = 128, problem.gradients = 0;
+ *     skl_inputs inputs = {.struct_size = sizeof inputs, .q_s = q, .k_s = k};
+ *     skl_stats stats = {.struct_size = sizeof stats, .key_sum = ..., .entropy = ..., .row_begin = -64};
+ *     skl_attention_stats(plan, &inputs, &stats, workspace, size, NULL);
+ *
+ * The teacher is not read: q_t, k_t and sink_t may be missing. The problem's fields of the teacher must be valid;
+ * heads_t and dim_t can repeat those of the student.
+ *
+ * inputs->lse_s is optional, and saves the pass over the keys that computes it: every flash attention returns its
+ * LSE. It includes the sink. A given LSE may be wider, that is, cover more keys than are visible: then P_ij are their
+ * shares of all these keys, and sums over calls for parts of the keys add up to those of the whole. The CPU has a
+ * kernel for every attention; skl_plan_supports() tells whether a GPU has one. */
+SKL_API skl_status skl_attention_stats(const skl_plan *plan, const skl_inputs *inputs, const skl_stats *stats,
+                                       void *workspace, size_t workspace_size, skl_stream stream);
 
 /* ---- Before a call: what it needs, and whether its arrays are valid ----------------------------------------- */
 

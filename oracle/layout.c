@@ -1,5 +1,5 @@
 /* Element types, sequences and masks: the parts of the oracle that do not depend on its precision. */
-#include "oracle.h"
+#include "oracle_stats.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -129,4 +129,16 @@ void oracle_free(oracle_result *result)
     for (size_t a = 0; a < sizeof arrays / sizeof *arrays; a++)
         free(arrays[a]);
     *result = (oracle_result){0};
+}
+
+void oracle_stats_free(oracle_stats *stats)
+{
+    const oracle_array *const arrays[] = {&stats->key_sum,        &stats->key_max,       &stats->lse,
+                                          &stats->entropy,        &stats->max_logit,     &stats->expected_distance,
+                                          &stats->head_max_logit, &stats->distance_mass, &stats->range_mass,
+                                          &stats->range_sum,      &stats->top_p,         &stats->p};
+    for (size_t n = 0; n < sizeof arrays / sizeof *arrays; n++) {
+        free(arrays[n]->value);
+        free(arrays[n]->rounding);
+    }
 }

@@ -455,8 +455,8 @@ skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
 
 /* ---- Comparison -------------------------------------------------------------------------------------------- */
 
-static int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expected, const uint8_t *live,
-                           const char *label, const char *name)
+int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expected, const uint8_t *live,
+                    const char *label, const char *name)
 {
     if (!actual->data)
         return 0;
@@ -498,9 +498,7 @@ double kernel_product_rounding(const char *kernel, const skl_problem *problem, s
     return 0;
 }
 
-/* Kernels that multiply f32 on tensor cores make two f16 terms of a number, which rounds both factors of a product
- * (docs/design/gpu-kernels.md). A label has the name of its kernel. */
-static double kernel_roundings(const char *label)
+double kernel_roundings(const char *label)
 {
     return strstr(label, "_sm90_f32_") ? 3 : 1;
 }

@@ -69,6 +69,15 @@ int gradients_mismatch(const fixture *f, const fixture_results *results, const c
 int output_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 int attention_mismatch(const fixture *f, const fixture_results *results, const char *kernel, const char *label);
 
+/* Compares one tensor by the same rules. `live` [batch, length]: rows that need not be exact; NULL: all. Returns 1
+ * after it has printed a wrong element. */
+int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expected, const uint8_t *live,
+                    const char *label, const char *name);
+
+/* Kernels that multiply f32 on tensor cores make two f16 terms of a number, which rounds both factors of a product
+ * (docs/design/gpu-kernels.md). A label has the name of its kernel. */
+double kernel_roundings(const char *label);
+
 /* Name of the first tensor whose bits differ between two results of one fixture; NULL if there is none. */
 const char *results_difference(const fixture_results *a, const fixture_results *b);
 

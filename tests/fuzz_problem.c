@@ -210,6 +210,54 @@ static skl_input take_indices(arena *arena, byte_source *source, const skl_probl
 
 /* ---- The calls --------------------------------------------------------------------------------------------- */
 
+/* Statistics with any numbers: those that a call accepts are small enough for their buffers. */
+static void run_stats(const skl_plan *plan, const skl_problem *p, const skl_inputs *in, byte_source *source,
+                      void *workspace, size_t size)
+{
+    enum { COUNT_MAX = 64, CHOSEN_MAX = 4 };
+    arena arena = {.count = 0};
+    const int64_t length_q = p->packed ? p->total_q : p->len_q, length_k = p->packed ? p->total_k : p->len_k;
+    skl_stats stats = {.struct_size = sizeof stats};
+    stats.row_begin = plus(take_number(source, 60), -30);
+    stats.row_end = plus(take_number(source, 60), -30);
+    stats.per_key_head = (int32_t)take_number(source, 2);
+    stats.distance_count = (int32_t)take_number(source, COUNT_MAX);
+    stats.range_count = (int32_t)take_number(source, COUNT_MAX);
+    stats.top_k = (int32_t)take_number(source, COUNT_MAX);
+    stats.chosen_count = (int32_t)(take(source, 1) % CHOSEN_MAX);
+    stats.key_ranges = take_lengths(&arena, source, 2 * COUNT_MAX * p->batch, p->len_k, 0);
+    stats.chosen_rows = take_lengths(&arena, source, CHOSEN_MAX * p->batch, p->len_q, 0);
+    if (take(source, 1) % 2)
+        stats.row_weights = as_input(make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, 1));
+    const int64_t bits = take(source, 2);
+    skl_output *const rows[] = {&stats.lse, &stats.entropy, &stats.max_logit, &stats.expected_distance};
+    for (int n = 0; n < 4; n++)
+        if (bits >> n & 1)
+            *rows[n] = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, 1);
+    if (bits >> 4 & 1)
+        stats.key_sum = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_k, 1);
+    if (bits >> 5 & 1)
+        stats.key_max = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_k, 1);
+    const size_t heads = (size_t)(p->batch * p->heads_s);
+    if (bits >> 6 & 1)
+        stats.head_max_logit = allocate(&arena, source, heads * sizeof(float));
+    if (bits >> 7 & 1)
+        stats.distance_mass = allocate(&arena, source, heads * COUNT_MAX * sizeof(float));
+    if (bits >> 8 & 1)
+        stats.range_mass = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, COUNT_MAX);
+    if (bits >> 9 & 1)
+        stats.range_sum = allocate(&arena, source, heads * COUNT_MAX * sizeof(float));
+    if (bits >> 10 & 1)
+        stats.top_keys = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, COUNT_MAX);
+    if (bits >> 11 & 1)
+        stats.top_p = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, COUNT_MAX);
+    if (bits >> 12 & 1)
+        stats.weights = allocate(&arena, source, heads * CHOSEN_MAX * (size_t)p->len_k * sizeof(float));
+    (void)skl_attention_stats(plan, in, &stats, workspace, size, NULL);
+    for (int n = 0; n < arena.count; n++)
+        free(arena.blocks[n]);
+}
+
 /* Errors are fine, since calls check lengths, row bounds and indices; crashes are not. */
 static void run(const skl_plan *plan, skl_problem p, byte_source *source)
 {
@@ -275,7 +323,7 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         gradients.dsink_s = allocate(&arena, source, (size_t)p.heads_s * sizeof *gradients.dsink_s);
 
     size_t size = 0;
-    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_BACKWARD; op++)
+    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_STATS; op++)
         size = skl_plan_workspace_size(plan, op) > size ? skl_plan_workspace_size(plan, op) : size;
     void *const workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, (size + 63) / 64 * 64);
     if (!workspace)
@@ -290,6 +338,8 @@ static void run(const skl_plan *plan, skl_problem p, byte_source *source)
         if (skl_plan_explain(plan, &in, op, text, sizeof text) == 0)
             abort();
     }
+    if (!indexer)
+        run_stats(plan, &p, &in, source, workspace, size);
     if (status == SKL_OK) {
         in.lse_t = as_input(rows.lse_t), in.lse_s = as_input(rows.lse_s);
         in.kl = as_input(rows.kl), in.dot_t = as_input(rows.dot_t);

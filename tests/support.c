@@ -29,6 +29,15 @@ uint64_t test_seed(void)
     return seed;
 }
 
+size_t test_shard(struct CMUnitTest *tests, size_t count)
+{
+    const size_t shards = (size_t)test_environment("SKL_TEST_SHARDS", 1);
+    size_t kept = 0;
+    for (size_t n = (size_t)test_environment("SKL_TEST_SHARD", 0); n < count; n += shards)
+        tests[kept++] = tests[n];
+    return kept;
+}
+
 int test_run(const char *group, const struct CMUnitTest *tests, size_t count)
 {
     printf("%s: SKL_TEST_SEED=%llu\n", group, (unsigned long long)test_seed());

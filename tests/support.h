@@ -3,7 +3,7 @@
  * Environment variables:
  *     SKL_TEST_SEED=n       repeats the random numbers of an earlier run; every run prints its seed
  *     SKL_TEST_SAMPLE=n     runs only every n-th case of the case table, for sanitizers and emulators
- *     SKL_TEST_SHARD=k      with SKL_TEST_SHARDS=n: test_kernels runs the k-th of n parts, counted from 0
+ *     SKL_TEST_SHARD=k      with SKL_TEST_SHARDS=n: test_kernels and test_stats run the k-th of n parts, from 0
  *     SKL_TEST_WORK=n       leaves out cases of the table with more than n million multiplications per pass
  *     SKL_TEST_RANDOM=n     number of random cases after the table
  *     SKL_TEST_SECONDS=n    length of differential fuzzing
@@ -38,6 +38,10 @@ int64_t test_environment(const char *name, int64_t fallback);
 
 /* Prints the seed, sets the filter, runs a group of tests and returns the exit status of main. */
 int test_run(const char *group, const struct CMUnitTest *tests, size_t count);
+
+/* Keeps the tests of this process's part, SKL_TEST_SHARD, and returns their number. Neighbours in the case table are
+ * alike, and take about as long: parts take every n-th. */
+size_t test_shard(struct CMUnitTest *tests, size_t count);
 
 /* The call must fail with this status and a message that contains this text. */
 #define assert_refused(call, expected, text)                                                                         \

@@ -88,6 +88,14 @@ static skl_status attention_forward(const problem_run *run, const skl_inputs *in
                                  NULL);
 }
 
+static skl_status stats(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+{
+    const skl_stats requested = {.struct_size = sizeof requested,
+                                 .entropy = tensor_output(&wanted->kl),
+                                 .max_logit = tensor_output(&wanted->lse_s)};
+    return skl_attention_stats(run->plan, inputs, &requested, run->workspace.data, run->workspace.size, NULL);
+}
+
 static skl_status partial(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
 {
     (void)wanted;
@@ -119,6 +127,7 @@ static const struct {
     {"skl_states_finish", finish},
     {"skl_attention_backward", attention_backward},
     {"skl_attention_forward", attention_forward},
+    {"skl_attention_stats", stats},
     {"skl_inputs_check", check},
 };
 
@@ -245,7 +254,7 @@ static void problem_run_create(problem_run *run, const test_case *c)
     run->results = results_create(&run->f);
     run->states = states_create(&run->f);
     size_t size = 0;
-    for (int op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_FORWARD; op++)
+    for (int op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_STATS; op++)
         if (skl_plan_workspace_size(run->plan, (skl_op)op) > size)
             size = skl_plan_workspace_size(run->plan, (skl_op)op);
     run->workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);

@@ -288,8 +288,8 @@ static void test_bad_arguments_are_refused(void **state)
     const skl_problem problem = case_problem(&student_f32);
     skl_plan *const plan = plan_for(&problem, NULL);
     assert_unexplained(NULL, NULL, SKL_OP_FORWARD, "plan=NULL: must be given");
-    assert_unexplained(plan, NULL, 6, "op=6: must be 0..5");
-    assert_unexplained(plan, NULL, -1, "op=-1: must be 0..5");
+    assert_unexplained(plan, NULL, 7, "op=7: must be 0..6");
+    assert_unexplained(plan, NULL, -1, "op=-1: must be 0..6");
     assert_int_equal(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, NULL, 7), 0);
     assert_string_equal(skl_last_error(), "buffer=NULL: must be given unless size=0");
     skl_inputs inputs = unread_inputs(&problem);

@@ -55,13 +55,7 @@ int main(void)
         tests[count++] =
             (struct CMUnitTest){random_cases[n].name, test_one_case, NULL, NULL, &random_cases[n].test_case};
     }
-    /* Neighbours in the table are alike, and take about as long. */
-    const size_t shards = (size_t)test_environment("SKL_TEST_SHARDS", 1);
-    const size_t first = (size_t)test_environment("SKL_TEST_SHARD", 0);
-    size_t kept = 0;
-    for (size_t n = first; n < count; n += shards)
-        tests[kept++] = tests[n];
-    const int failures = test_run("kernels", tests, kept);
+    const int failures = test_run("kernels", tests, test_shard(tests, count));
     free(tests);
     free(random_cases);
     return failures;

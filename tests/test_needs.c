@@ -83,10 +83,10 @@ static void test_needs_of_bad_arguments(void **state)
     skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_S);
     assert_int_equal(skl_problem_needs(NULL, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "problem=NULL: must be given");
-    assert_int_equal(skl_problem_needs(&problem, (skl_op)6), 0);
-    assert_string_equal(skl_last_error(), "op=6: must be 0..5");
+    assert_int_equal(skl_problem_needs(&problem, (skl_op)7), 0);
+    assert_string_equal(skl_last_error(), "op=7: must be 0..6");
     assert_int_equal(skl_problem_needs(&problem, (skl_op)-1), 0);
-    assert_string_equal(skl_last_error(), "op=-1: must be 0..5");
+    assert_string_equal(skl_last_error(), "op=-1: must be 0..6");
     problem.dim_t = 0;
     assert_int_equal(skl_problem_needs(&problem, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "dim_t=0: must be 1..512");
@@ -141,14 +141,18 @@ static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op
     skl_row_state states[2];
     const skl_attention attention = {.struct_size = sizeof attention, .v_s = in.k_s, .o_s = in.q_s, .do_s = in.q_s};
 
+    const skl_stats stats = {.struct_size = sizeof stats,
+                             .entropy = skl_output_contiguous(outputs[7], p->heads_s, 1, 1)};
+
     const size_t size = skl_plan_workspace_size(plan, op);
     test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
     const skl_status status =
-        op == SKL_OP_FORWARD    ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
-        : op == SKL_OP_BACKWARD ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
-        : op == SKL_OP_PARTIAL  ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
-        : op == SKL_OP_FORWARD_BACKWARD
-            ? skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL)
+        op == SKL_OP_FORWARD            ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
+        : op == SKL_OP_BACKWARD         ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
+        : op == SKL_OP_PARTIAL          ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
+        : op == SKL_OP_FORWARD_BACKWARD ? skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL)
+        : op == SKL_OP_ATTENTION_STATS
+            ? skl_attention_stats(plan, &in, &stats, workspace.data, size, NULL)
             : skl_attention_backward(plan, &in, &attention, &rows, &grads, workspace.data, size, NULL);
     memory_destroy(&workspace);
     return status;

@@ -13,6 +13,7 @@
 #include "base/needs.h"
 #include "base/problem.h"
 #include "base/side.h"
+#include "base/stats.h"
 #include "case_words.h"
 #include "cuda/backend.h"
 #include "cuda/select.h"
@@ -20,8 +21,9 @@
 #include "support.h"
 
 static const char *const gpus[] = {"a100", "b200", "h100", "h200", "l40s", "rtx5090"};
-static const char *const op_names[] = {"forward", "backward",           "forward_backward",
-                                       "partial", "attention_backward", "attention_forward"};
+static const char *const op_names[] = {"forward",        "backward",           "forward_backward",
+                                       "partial",        "attention_backward", "attention_forward",
+                                       "attention_stats"};
 
 enum { GPU_COUNT = COUNT_OF(gpus), OP_COUNT = COUNT_OF(op_names), TEXT_SIZE = 8192 };
 
@@ -188,22 +190,26 @@ static void fail_plan(const checked_plan *checked, const skl_cuda_request *reque
     for (int n = 0; n < launches->count; n++)
         print_error("%s: %s, %s: %zu bytes at %zu\n", launches->at[n].step, launches->at[n].kernel,
                     launches->at[n].variant, launches->at[n].workspace_size, launches->at[n].workspace_at);
-    fail_msg("%s on %s, kernel %s: %s: %s\n  rows=%u gradients=%u lse_given=%d key_lengths=%d aligned=%x tma=%x\n  "
+    fail_msg("%s on %s, kernel %s: %s: %s\n  rows=%u gradients=%u stats=%u lse_given=%d key_lengths=%d aligned=%x "
+             "tma=%x\n  "
              "  the plan has %zu bytes, the launches have %zu",
              checked->test_case->name, checked->gpu, checked->kernel != NULL ? checked->kernel : "not named",
-             op_names[request->op], what, request->rows, request->gradients, request->lse_given, request->key_lengths,
-             layout->aligned, layout->tma, skl_plan_workspace_size(checked->plan, request->op),
+             op_names[request->op], what, request->rows, request->gradients, request->stats, request->lse_given,
+             request->key_lengths, layout->aligned, layout->tma, skl_plan_workspace_size(checked->plan, request->op),
              launches->workspace_size);
 }
 
-/* LSEs of a teacher group that are results of no caller. */
+/* Computed LSEs, of a teacher group or for statistics, that are results of no caller. */
 static part lse_part(const skl_problem *p, const skl_cuda_request *request, const skl_cuda_launches *launches)
 {
+    const bool stats = request->op == SKL_OP_ATTENTION_STATS;
     bool computed = false;
     for (int n = 0; n < launches->count; n++)
-        computed = computed || (launches->at[n].halves && launches->at[n].teacher_side);
-    const size_t size = (size_t)(p->heads_t * skl_query_rows(p).rows * skl_query_rows(p).batch) * sizeof(float);
-    const bool in_workspace = computed && (request->rows & SKL_ROW_LSE_T) == 0;
+        computed = computed || (launches->at[n].halves && (launches->at[n].teacher_side || stats));
+    const int64_t heads = stats ? p->heads_s : p->heads_t;
+    const size_t size = (size_t)(heads * skl_query_rows(p).rows * skl_query_rows(p).batch) * sizeof(float);
+    const bool is_result = stats ? request->stats & SKL_STATS_LSE : request->rows & SKL_ROW_LSE_T;
+    const bool in_workspace = computed && !is_result;
     return (part){launches->lse_at, in_workspace ? launches->lse_at + size : launches->lse_at, true};
 }
 
@@ -290,7 +296,7 @@ static void check_request(checked_plan *checked, const skl_cuda_request *request
     if (!launches_equal(&launches, &normal_launches))
         fail_plan(checked, request, layout, &launches, "the normal request has other launches");
     if (launches.refusal != NULL) {
-        if (request->op != SKL_OP_ATTENTION_BACKWARD)
+        if (request->op != SKL_OP_ATTENTION_BACKWARD && request->op != SKL_OP_ATTENTION_STATS)
             fail_plan(checked, request, layout, &launches, launches.refusal);
         return;
     }
@@ -335,7 +341,7 @@ static skl_cuda_layout layout_at(int n)
     return layout;
 }
 
-/* Rows that a call of an operation can ask for. */
+/* Rows, or statistics, that a call of an operation can ask for. */
 static const uint32_t rows_of_forward[] = {SKL_ROW_KL,
                                            SKL_ROW_LSE_T | SKL_ROW_LSE_S,
                                            SKL_ROW_LSE_T,
@@ -351,6 +357,11 @@ static const uint32_t rows_of_one_pass[] = {SKL_ROW_KL,
                                             SKL_ROW_KL | SKL_ROW_LSE_T,
                                             SKL_ROW_KL | SKL_ROW_LSE_S};
 static const uint32_t no_rows[] = {0};
+static const uint32_t statistics[] = {SKL_STATS_ALL,     0,
+                                      SKL_STATS_LSE,     SKL_STATS_KEY_SUM | SKL_STATS_OF_ONE_PASS,
+                                      SKL_STATS_KEY_MAX, SKL_STATS_DISTANCE_MASS,
+                                      SKL_STATS_RANGES,  SKL_STATS_TOP,
+                                      SKL_STATS_WEIGHTS};
 
 static const struct {
     const uint32_t *at;
@@ -359,7 +370,8 @@ static const struct {
                        [SKL_OP_BACKWARD] = {no_rows, 1},
                        [SKL_OP_FORWARD_BACKWARD] = {rows_of_one_pass, COUNT_OF(rows_of_one_pass)},
                        [SKL_OP_PARTIAL] = {no_rows, 1},
-                       [SKL_OP_ATTENTION_BACKWARD] = {rows_of_one_pass, 2}};
+                       [SKL_OP_ATTENTION_BACKWARD] = {rows_of_one_pass, 2},
+                       [SKL_OP_ATTENTION_STATS] = {statistics, COUNT_OF(statistics)}};
 
 /* All gradients, none, each alone, those of each side, of queries and of keys, and all but one. */
 static const uint32_t gradient_sets[] = {~0U,
@@ -392,12 +404,14 @@ static void check_op(checked_plan *checked, skl_op op)
         const int set = n / rows_of[op].count % gradient_count, rest = n / rows_of[op].count / gradient_count;
         const uint32_t rows = rows_of[op].at[n % rows_of[op].count], gradients = p->gradients & gradient_sets[set];
         const bool repeated = set > 1 && (gradients == 0 || gradients == p->gradients);
-        const bool dots_of_one_head = (rows & SKL_ROW_DOT_T) != 0 && !skl_has_teacher_groups(p);
+        const bool stats = op == SKL_OP_ATTENTION_STATS;
+        const bool dots_of_one_head = !stats && (rows & SKL_ROW_DOT_T) != 0 && !skl_has_teacher_groups(p);
         if (repeated || dots_of_one_head)
             continue;
         const skl_cuda_layout layout = layout_at(rest / 4);
         const skl_cuda_request request = {.op = op,
-                                          .rows = rows,
+                                          .rows = stats ? 0 : rows,
+                                          .stats = stats ? rows : 0,
                                           .gradients = has_gradients(op) ? gradients : 0,
                                           .lse_given = rest % 2,
                                           .key_lengths = rest / 2 % 2 && !p->packed,

@@ -13,6 +13,7 @@ typedef struct calls {
     skl_rows rows;
     skl_gradients gradients;
     skl_attention attention;
+    skl_stats stats;
 } calls;
 
 static skl_status plan_of_problem(const calls *c, const void *at)
@@ -115,6 +116,16 @@ static skl_status attention_forward_rows(const calls *c, const void *at)
     return skl_attention_forward(c->plan, &c->inputs, &c->attention.v_s, at, &o_s, NULL, 0, NULL);
 }
 
+static skl_status stats_inputs(const calls *c, const void *at)
+{
+    return skl_attention_stats(c->plan, at, &c->stats, NULL, 0, NULL);
+}
+
+static skl_status stats_stats(const calls *c, const void *at)
+{
+    return skl_attention_stats(c->plan, &c->inputs, at, NULL, 0, NULL);
+}
+
 static skl_status partial_inputs(const calls *c, const void *at)
 {
     static skl_row_state states[1];
@@ -143,7 +154,7 @@ typedef struct struct_type {
 #define EXTENDED(name, type, first_new, last) {name, sizeof(type), offsetof(type, first_new), END_OF(type, last)}
 /* clang-format on */
 
-typedef enum struct_index { PROBLEM, OPTIONS, INPUTS, ROWS, GRADIENTS, ATTENTION, STRUCT_COUNT } struct_index;
+typedef enum struct_index { PROBLEM, OPTIONS, INPUTS, ROWS, GRADIENTS, ATTENTION, STATS, STRUCT_COUNT } struct_index;
 
 static const struct_type struct_types[STRUCT_COUNT] = {
     [PROBLEM] = EXTENDED("problem", skl_problem, row_bounds, reserved),
@@ -152,6 +163,7 @@ static const struct_type struct_types[STRUCT_COUNT] = {
     [ROWS] = UNCHANGED("rows", skl_rows, mass),
     [GRADIENTS] = EXTENDED("gradients", skl_gradients, dsink_t, dsink_s),
     [ATTENTION] = UNCHANGED("attention", skl_attention, dv_s),
+    [STATS] = UNCHANGED("stats", skl_stats, weights),
 };
 
 typedef struct struct_call {
@@ -178,6 +190,8 @@ static const struct_call struct_calls[] = {
     {GRADIENTS, attention_gradients},
     {INPUTS, attention_forward_inputs},
     {ROWS, attention_forward_rows},
+    {INPUTS, stats_inputs},
+    {STATS, stats_stats},
     {INPUTS, partial_inputs},
     {INPUTS, finish_inputs},
     {ROWS, finish_rows},
@@ -190,7 +204,8 @@ static void calls_create(calls *c, skl_plan **plan)
                  .inputs = {.struct_size = sizeof(skl_inputs)},
                  .rows = {.struct_size = sizeof(skl_rows)},
                  .gradients = {.struct_size = sizeof(skl_gradients)},
-                 .attention = {.struct_size = sizeof(skl_attention)}};
+                 .attention = {.struct_size = sizeof(skl_attention)},
+                 .stats = {.struct_size = sizeof(skl_stats)}};
     c->problem.gradients |= SKL_DV_S;
     c->problem.dim_t = c->problem.dim_s = 4;
     c->plan = *plan = test_plan(&c->problem, NULL, 1);
@@ -200,8 +215,8 @@ static void calls_create(calls *c, skl_plan **plan)
 static test_memory place_struct(const calls *c, struct_index type, size_t size)
 {
     const skl_options options = skl_options_default();
-    const void *const contents[STRUCT_COUNT] = {&c->problem, &options,      &c->inputs,
-                                                &c->rows,    &c->gradients, &c->attention};
+    const void *const contents[STRUCT_COUNT] = {&c->problem,   &options,      &c->inputs, &c->rows,
+                                                &c->gradients, &c->attention, &c->stats};
     const test_memory memory = memory_create(size, sizeof(size_t));
     memset(memory.data, 0, size);
     memcpy(memory.data, contents[type], size < struct_types[type].size ? size : struct_types[type].size);

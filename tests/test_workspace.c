@@ -147,10 +147,11 @@ static const struct {
     const char *text;
     uint32_t ops; /* bits of skl_op */
 } operations[] = {
-    {"all", 63},
+    {"all", 127},
     {"gradients", 1 << 1 | 1 << 2 | 1 << 4},
     {"forward_backward", 1 << 2},
     {"attention_backward", 1 << 4},
+    {"attention_stats", 1 << 6},
     {"all but backward", 63 & ~(1 << 1)},
 };
 
@@ -394,8 +395,9 @@ static void check_case(const test_case *c, int64_t length, const char *gpu, int3
     const setting at_n = setting_of(c, length, gpu, deterministic);
     const setting at_2n = setting_of(c, 2 * length, gpu, deterministic);
     skl_plan *const plan = plan_of(&at_n), *const doubled = plan_of(&at_2n);
-    for (int op = SKL_OP_FORWARD; plan && doubled && op <= SKL_OP_ATTENTION_FORWARD; op++) {
-        if (op >= SKL_OP_ATTENTION_BACKWARD && !(at_n.problem.gradients & SKL_DV_S))
+    for (int op = SKL_OP_FORWARD; plan && doubled && op <= SKL_OP_ATTENTION_STATS; op++) {
+        const bool carried = op == SKL_OP_ATTENTION_FORWARD || op == SKL_OP_ATTENTION_BACKWARD;
+        if (carried && !(at_n.problem.gradients & SKL_DV_S))
             continue;
         check_size(c, &at_n, plan, op);
         check_size(c, &at_2n, doubled, op);

@@ -8,7 +8,10 @@ from streamkl import _library as lib
 from streamkl._problem import CPU, CUDA, Problem
 
 FORWARD, BACKWARD, ONE_PASS, STEP = "forward", "backward", "one pass", "forward + backward"  # passes
-RUN = ("skl_forward", "skl_backward", "skl_forward_backward", "skl_partial", "skl_attention_backward")  # by skl_op
+RUN = (  # by skl_op
+    "skl_forward", "skl_backward", "skl_forward_backward", "skl_partial", "skl_attention_backward", "skl_attention_forward",
+    "skl_attention_stats",
+)  # fmt: skip
 # {name: (skl_dtype, type of torch)}
 DTYPES = {"f32": (0, torch.float32), "f16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
 

@@ -23,6 +23,7 @@ int cmd_info(int argc, char **argv);
 int cmd_kl(int argc, char **argv);
 int cmd_distill(int argc, char **argv);
 int cmd_map(int argc, char **argv);
+int cmd_stats(int argc, char **argv);
 int cmd_check(int argc, char **argv);
 int cmd_bench(int argc, char **argv);
 int cmd_demo(int argc, char **argv);

@@ -208,13 +208,17 @@ static const char *parse_offset_k(const char *text, void *value)
 
 enum { WHOLE_STRUCT = 0 }; /* offset for parsers that set several members */
 
-const cli_option problem_options[] = {
+const cli_option mask_options[] = {
     {"causal", NULL, parse_flag, offsetof(skl_problem, causal), "A query attends to no later key"},
     {"window", "L,R", parse_window, WHOLE_STRUCT,
      "A query attends to at most L keys before its position and R keys after it; -1: no limit"},
     {"offset-q", "N", parse_offset_q, WHOLE_STRUCT,
      "Position of query 0, for a shard of a longer sequence; without offsets bottom-right aligned"},
     {"offset-k", "N", parse_offset_k, WHOLE_STRUCT, "Position of key 0"},
+    {0},
+};
+
+const cli_option logit_options[] = {
     {"scale-t", "X", parse_float, offsetof(skl_problem, scale_t), "Logit scale of the teacher; default 1/sqrt(D)"},
     {"scale-s", "X", parse_float, offsetof(skl_problem, scale_s), "Logit scale of the student; default 1/sqrt(D)"},
     {"softcap-t", "X", parse_float, offsetof(skl_problem, softcap_t),

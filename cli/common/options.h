@@ -34,8 +34,9 @@ typedef struct command_line {
  */
 int options_parse(const command_line *command, int argc, char **argv, void *request);
 
-extern const cli_option problem_options[]; /* of an skl_problem: masks, scales and direction */
-extern const cli_option engine_options[];  /* of an skl_options: device, threads and kernel */
+extern const cli_option mask_options[];   /* of an skl_problem */
+extern const cli_option logit_options[];  /* of an skl_problem: scales, softcaps and direction */
+extern const cli_option engine_options[]; /* of an skl_options: device, threads and kernel */
 
 option_parser parse_flag;   /* int32_t, set to 1; for options without an argument */
 option_parser parse_string; /* const char *, not copied */

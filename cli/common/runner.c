@@ -30,12 +30,16 @@ void runner_open(plan_runner *runner, const skl_problem *problem, const skl_opti
 }
 
 /* The choice of kernels may depend on the addresses: `inputs` are in device memory. */
-static void begin(plan_runner *runner, const skl_inputs *inputs, skl_op op, const char *label)
+static void explain(plan_runner *runner, const skl_inputs *inputs, skl_op op)
 {
     if (runner->explains)
         runner->explanations[op] = explain_plan(runner->plan, inputs, op);
     if (runner->explains && runner->explanations[op] == NULL)
         cli_check(SKL_ERROR_MEMORY);
+}
+
+static void begin(plan_runner *runner, const char *label)
+{
     if (runner->resident_begin < 0)
         runner->resident_begin = resident_begin();
     term_progress_begin(label);
@@ -57,7 +61,8 @@ void runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_row
     skl_inputs read = *inputs;
     skl_rows written = *rows;
     cli_check(mirror_call(&runner->tensors, &read, &written, NULL));
-    begin(runner, &read, SKL_OP_FORWARD, "forward");
+    explain(runner, &read, SKL_OP_FORWARD);
+    begin(runner, "forward");
     end(runner, skl_forward(runner->plan, &read, &written, runner->workspace, runner->workspace_size, NULL),
         &runner->forward_seconds);
 }
@@ -67,9 +72,27 @@ void runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gr
     skl_inputs read = *inputs;
     skl_gradients written = *gradients;
     cli_check(mirror_call(&runner->tensors, &read, NULL, &written));
-    begin(runner, &read, SKL_OP_BACKWARD, "backward");
+    explain(runner, &read, SKL_OP_BACKWARD);
+    begin(runner, "backward");
     end(runner, skl_backward(runner->plan, &read, &written, runner->workspace, runner->workspace_size, NULL),
         &runner->backward_seconds);
+}
+
+double runner_stats(plan_runner *runner, const skl_inputs *inputs, const skl_stats *stats)
+{
+    skl_inputs read = *inputs;
+    skl_stats written = *stats;
+    void *workspace = NULL;
+    double seconds = 0;
+    const size_t size = skl_plan_workspace_size(runner->plan, SKL_OP_ATTENTION_STATS);
+    if (!skl_plan_supports(runner->plan, SKL_OP_ATTENTION_STATS))
+        cli_check(SKL_ERROR_UNSUPPORTED);
+    cli_check(device_allocate(runner->device, size, "the workspace", &workspace));
+    cli_check(mirror_stats(&runner->tensors, &read, &written));
+    begin(runner, "statistics");
+    end(runner, skl_attention_stats(runner->plan, &read, &written, workspace, size, NULL), &seconds);
+    device_free(runner->device, workspace);
+    return seconds;
 }
 
 void runner_close(plan_runner *runner)

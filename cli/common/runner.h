@@ -23,6 +23,9 @@ typedef struct plan_runner {
 void runner_open(plan_runner *runner, const skl_problem *problem, const skl_options *options);
 void runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_rows *rows);
 void runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gradients *gradients);
+
+/* Runs skl_attention_stats in a workspace of its own, and returns the seconds of its kernels. */
+double runner_stats(plan_runner *runner, const skl_inputs *inputs, const skl_stats *stats);
 void runner_close(plan_runner *runner);
 
 /* "on 4 threads", "on NVIDIA H200" */

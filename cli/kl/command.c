@@ -50,7 +50,7 @@ static const char *parse_student(const char *text, void *value)
     return parse_name(text, student_names, 2, value, "attention or indexer");
 }
 
-static const char *parse_layout(const char *text, void *value)
+const char *kl_parse_layout(const char *text, void *value)
 {
     return parse_name(text, kl_layout_names, 2, value, "bhnd or bnhd");
 }
@@ -68,7 +68,7 @@ const cli_option kl_input_options[] = {
     {"q-s", "NAME", parse_string, NAME(ROLE_Q_S), "Name of the student's queries; default q_s"},
     {"k-s", "NAME", parse_string, NAME(ROLE_K_S), "Name of the student's keys; default k_s"},
     {"lse-t", "NAME", parse_string, NAME(ROLE_LSE_T), "Name of the teacher's log-sum-exp; default lse_t, if present"},
-    {"layout", "bhnd|bnhd", parse_layout, offsetof(kl_request, layout),
+    {"layout", "bhnd|bnhd", kl_parse_layout, offsetof(kl_request, layout),
      "Order of the axes: batch, heads, length, dim (default), or batch, length, heads, dim, which PyTorch's flash "
      "attention and streamkl.attention_kl have"},
     {"key-lengths", "LIST|NAME", parse_string, NAME(ROLE_KEY_LENGTHS),
@@ -123,7 +123,8 @@ static const option_group groups[] = {
     {"Student:", student_options, 0},
     {"Sinks:", sink_options, 0},
     {"Result:", result_options, 0},
-    {"Masks, scales and direction:", problem_options, offsetof(kl_request, problem)},
+    {"Masks:", mask_options, offsetof(kl_request, problem)},
+    {"Scales and direction:", logit_options, offsetof(kl_request, problem)},
     {"Engine:", engine_options, offsetof(kl_request, options)},
     {0},
 };

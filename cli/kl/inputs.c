@@ -58,9 +58,21 @@ static void name_head_axes(kl_view *view, const kl_request *request, kl_role rol
     name_axes(view, axis_order(request->layout, rank));
 }
 
+/* The tensor of one model may be called q instead of q_s. */
+static kl_found find_of_one_model(const kl_files *files, const kl_request *request, kl_role role)
+{
+    if (request->names[role] == NULL && kl_files_find(files, role, NULL, false).tensor == NULL) {
+        const kl_found found = kl_files_find(files, role, role == ROLE_Q_S ? "q" : "k", false);
+        if (found.tensor != NULL)
+            return found;
+    }
+    return kl_files_find(files, role, request->names[role], true);
+}
+
 static void load_heads(kl_view *view, const kl_files *files, const kl_request *request, kl_role role)
 {
-    const kl_found found = kl_files_find(files, role, request->names[role], true);
+    const kl_found found = request->one_model ? find_of_one_model(files, request, role)
+                                              : kl_files_find(files, role, request->names[role], true);
     load_view(view, &found, role);
     name_head_axes(view, request, role, "D");
     if (view->extent[AXIS_HEADS] < 1) /* for the library 0 key heads means the number of query heads */
@@ -203,7 +215,8 @@ static void load_row_bounds(kl_inputs *inputs, const kl_request *request)
 static void load_sinks(kl_inputs *inputs, const kl_request *request)
 {
     skl_problem *const problem = &inputs->problem;
-    inputs->sink_t = kl_sinks_load(&inputs->files, ROLE_SINK_T, request->names[ROLE_SINK_T], problem->heads_t);
+    const kl_role role_t = request->one_model ? ROLE_SINK_S : ROLE_SINK_T;
+    inputs->sink_t = kl_sinks_load(&inputs->files, role_t, request->names[role_t], problem->heads_t);
     inputs->sink_s = kl_sinks_load(&inputs->files, ROLE_SINK_S, request->names[ROLE_SINK_S], problem->heads_s);
     if (inputs->sink_t == NULL && inputs->sink_s == NULL)
         return;
@@ -288,8 +301,12 @@ void kl_inputs_load(kl_inputs *inputs, const kl_request *request)
     inputs->problem = request->problem;
     inputs->tensors.struct_size = sizeof inputs->tensors;
     inputs->files = kl_files_open(request->files, request->file_count);
-    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
+    for (kl_role role = request->one_model ? ROLE_Q_S : 0; role < ROLE_REQUIRED_COUNT; role++)
         load_heads(&inputs->views[role], &inputs->files, request, role);
+    if (request->one_model) {
+        inputs->views[ROLE_Q_T] = inputs->views[ROLE_Q_S];
+        inputs->views[ROLE_K_T] = inputs->views[ROLE_K_S];
+    }
     check_agreement(inputs->views);
     warn_about_layout(inputs->views, request->layout);
     fill_problem(&inputs->problem, inputs->views);
@@ -301,7 +318,8 @@ void kl_inputs_load(kl_inputs *inputs, const kl_request *request)
         load_weights(inputs, request);
         load_indices(inputs, request);
     }
-    load_lse_t(inputs, request);
+    if (!request->one_model)
+        load_lse_t(inputs, request);
     load_packing(inputs, request);
     load_key_lengths(inputs, request);
     load_row_bounds(inputs, request);

@@ -77,7 +77,11 @@ typedef struct kl_request {
     kl_reduction reduction;
     const char *out_path, *grad_path; /* NULL: none */
     int32_t grad_teacher, explain, json;
+    int32_t one_model; /* only q_s, k_s and sink_s are read, and stand for the teacher's, too */
 } kl_request;
+
+/* "bhnd" or "bnhd" into a kl_layout. Returns what is accepted, or NULL. */
+const char *kl_parse_layout(const char *text, void *value);
 
 /* Names and layout of the tensors in files: options of a kl_request. */
 extern const cli_option kl_input_options[];

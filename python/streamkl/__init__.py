@@ -7,6 +7,7 @@ indexer_kl, IndexerKLLoss        the same for a student that is the indexer of a
 losses                           what papers use besides them: entropy, relation heads, squared errors of scores
 attention                        attention whose backward carries its KL to a teacher
 attention_map                    where two models attend, and where their KL comes from
+attention_stats                  which keys one attention attends to, how much, and how far away
 explain, explain_indexer         the launches of a call, and the reasons
 hf.AttentionDistiller            distills Hugging Face models without changes to their code
 Parallel                         process groups of a call that is split over ranks
@@ -23,10 +24,11 @@ from . import losses
 from .losses import AttentionKLLoss, IndexerKLLoss
 from ._options import Parallel
 from .maps import AttentionMap, attention_map
+from .stats import Statistics, attention_stats
 
 __all__ = [
-    "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "attention", "attention_kl", "attention_map", "explain",
-    "explain_indexer", "hf", "indexer_kl", "losses", "parallel", "reference",
+    "AttentionKLLoss", "AttentionMap", "CarriedKL", "IndexerKLLoss", "IndexerRows", "Parallel", "Statistics", "attention", "attention_kl", "attention_map",
+    "attention_stats", "explain", "explain_indexer", "hf", "indexer_kl", "losses", "parallel", "reference",
 ]  # fmt: skip
 __version__: str = _load_library().skl_version().decode()
 

@@ -17,7 +17,9 @@ from ._problem import (
     ATTENTION, CUDA, DSINK_T, INDEXER, KL_FORWARD, KL_REVERSE, Problem, SklOptions, SklProblem, skl_options, skl_problem,
 )  # fmt: skip
 
-FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD, ATTENTION_FORWARD = OPS = range(6)  # skl_op
+FORWARD, BACKWARD, FORWARD_BACKWARD, PARTIAL, ATTENTION_BACKWARD, ATTENTION_FORWARD, ATTENTION_STATS = OPS = range(
+    7
+)  # skl_op
 
 # Row vectors: the members of skl_rows, bit by bit. The first four are the bits of skl_problem_needs.
 ROW_NAMES = ("kl", "lse_t", "lse_s", "dot_t", "cross_entropy", "entropy", "mass")
@@ -45,6 +47,7 @@ _INPUTS = struct.Struct("@N" + 9 * _TENSOR + "3P" + 2 * _TENSOR + "4P")
 _ROWS = struct.Struct("@N" + 7 * _TENSOR)
 _GRADIENTS = struct.Struct("@N" + 5 * _TENSOR + "2P")
 _ATTENTION = struct.Struct("@N" + 4 * _TENSOR)
+_STATS = struct.Struct("@N" + _TENSOR + "qqi" + 6 * _TENSOR + "PPiiP" + _TENSOR + "Pi" + 2 * _TENSOR + "iPP")
 
 
 def pack_inputs(
@@ -76,6 +79,20 @@ def pack_gradients(
 def pack_attention(v_s, o_s, do_s, dv_s=ABSENT) -> bytes:
     """skl_attention."""
     return _ATTENTION.pack(_ATTENTION.size, *v_s, *o_s, *do_s, *dv_s)
+
+
+def pack_stats(
+    row_weights=ABSENT, row_begin=0, row_end=0, per_key_head=False, key_sum=ABSENT, key_max=ABSENT, lse=ABSENT,
+    entropy=ABSENT, max_logit=ABSENT, expected_distance=ABSENT, head_max_logit=0, distance_mass=0, distance_count=0,
+    range_count=0, key_ranges=0, range_mass=ABSENT, range_sum=0, top_k=0, top_keys=ABSENT, top_p=ABSENT,
+    chosen_count=0, chosen_rows=0, weights=0,
+) -> bytes:  # fmt: skip
+    """skl_stats. A tensor is (address, stride_batch, stride_head, stride_row) or ABSENT; an array an address."""
+    return _STATS.pack(
+        _STATS.size, *row_weights, row_begin, row_end, per_key_head, *key_sum, *key_max, *lse, *entropy, *max_logit,
+        *expected_distance, head_max_logit, distance_mass, distance_count, range_count, key_ranges, *range_mass,
+        range_sum, top_k, *top_keys, *top_p, chosen_count, chosen_rows, weights,
+    )  # fmt: skip
 
 
 def pack_tensor(tensor) -> bytes:
@@ -137,6 +154,7 @@ _SIGNATURES = {
     "skl_forward_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_attention_backward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_attention_forward": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
+    "skl_attention_stats": (ctypes.c_int, [_POINTER, _BYTES, _BYTES, _POINTER, _SIZE, _POINTER]),
     "skl_partial": (
         ctypes.c_int,
         [_POINTER, _BYTES, ctypes.c_int64, ctypes.c_int64, _POINTER, _POINTER, _SIZE, _POINTER],
@@ -164,7 +182,8 @@ def library() -> ctypes.CDLL:
 @lru_cache(maxsize=None)
 def run_function(op: int):
     """The C function of an operation."""
-    names = "forward", "backward", "forward_backward", "partial", "attention_backward", "attention_forward"
+    attention = "attention_backward", "attention_forward", "attention_stats"
+    names = "forward", "backward", "forward_backward", "partial", *attention
     return getattr(library(), "skl_" + names[op])
 
 

@@ -80,31 +80,37 @@ class Parallel:
 # ---- Declarations: Annotated[type, default] --------------------------------------------------------------------------
 
 
-class _Model(TypedDict, total=False):
+class _Masks(TypedDict, total=False):
     """
     causal: a query attends to no later key. The last query is aligned with the last key (bottom-right).
     window_size: ``(left, right)``: a query attends to at most ``left`` keys before it and ``right`` keys after it; -1: no limit.
-    softmax_scale_t: factor of the teacher's dot products; default ``1 / sqrt(dim_t)``.
-    softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
     cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b
         has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32. The CPU refuses lengths
         outside of the tensors; a GPU limits them to the tensors, because a check would need a host-device synchronisation.
     cu_seqlens_k: offsets of the keys, in the format of ``cu_seqlens_q``.
     key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
         Padding does not move positions.
-    direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
     layout: ``"bnhd"``, as above, or ``"bhnd"``: ``[batch, heads, length, dim]``, packed ``[heads, total, dim]``.
     """
 
     causal: Annotated[bool, False]
     window_size: Annotated[tuple[int, int], (-1, -1)]
-    softmax_scale_t: Annotated[float | None, None]
-    softcap_t: Annotated[float, 0.0]
     cu_seqlens_q: Annotated[torch.Tensor | None, None]
     cu_seqlens_k: Annotated[torch.Tensor | None, None]
     key_lengths: Annotated[torch.Tensor | None, None]
-    direction: Annotated[Direction, "forward"]
     layout: Annotated[Layout, "bnhd"]
+
+
+class _Model(_Masks, total=False):
+    """
+    softmax_scale_t: factor of the teacher's dot products; default ``1 / sqrt(dim_t)``.
+    softcap_t: caps the teacher's logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
+    direction: ``"forward"``: KL(P || S); ``"reverse"``: KL(S || P).
+    """
+
+    softmax_scale_t: Annotated[float | None, None]
+    softcap_t: Annotated[float, 0.0]
+    direction: Annotated[Direction, "forward"]
 
 
 class MapOptions(_Model, total=False):
@@ -117,7 +123,7 @@ class MapOptions(_Model, total=False):
     softcap_s: Annotated[float, 0.0]
 
 
-class _Rows(_Model, total=False):
+class _Bounds(_Masks, total=False):
     """
     max_seqlen_q: length of the longest sequence, or an upper bound. A tight bound saves time on a GPU. Default: ``total_q``.
     max_seqlen_k: bound of the keys of a sequence. Default: ``total_k``.
@@ -127,6 +133,42 @@ class _Rows(_Model, total=False):
         shard of a context-parallel sequence, chunked attention, compressed keys, a sample of the rows. The CPU refuses
         invalid bounds; a GPU limits them to the keys, and where they decrease results are undefined.
     key_end: a query attends to the keys before ``key_end``. Default of both: no bound.
+    """
+
+    max_seqlen_q: Annotated[int | None, None]
+    max_seqlen_k: Annotated[int | None, None]
+    key_begin: Annotated[torch.Tensor | None, None]
+    key_end: Annotated[torch.Tensor | None, None]
+
+
+class StatsOptions(_Bounds, total=False):
+    """
+    softmax_scale: factor of the dot products; default ``1 / sqrt(dim)``.
+    softcap: caps the logits: ``softcap * tanh(logit / softcap)``; 0: no cap.
+    sink: attention sinks, ``[heads]``: the softmax of a head has one more outcome with this logit (natural log, neither
+        scaled nor capped), which belongs to no key.
+    row_weight: weight w of each row in sums over rows, ``[batch, len_q]`` or ``[batch, heads, len_q]``, packed ``[total_q]``
+        or ``[heads, total_q]``. Rows of weight 0 take part in no sum and no maximum. Default: 1.
+    row_range: ``(begin, end)``: the rows of each sequence that take part in sums and maxima over rows. Negative numbers
+        count from the end, and an end of 0 is the end: ``(-64, 0)`` are the last 64 queries.
+    per_key_head: ``key_sum`` and ``key_max`` have one row per key head, over the query heads that share it.
+    distance_buckets: buckets of ``distance_mass``, 1 to 64: bucket 0 has distance 0, bucket n has distances from 2^(n-1) to
+        2^n - 1, and the last one has no end.
+    top_k: keys per row in ``top_keys`` and ``top_p``, 1 to 64.
+    """
+
+    softmax_scale: Annotated[float | None, None]
+    softcap: Annotated[float, 0.0]
+    sink: Annotated[torch.Tensor | None, None]
+    row_weight: Annotated[torch.Tensor | None, None]
+    row_range: Annotated[tuple[int, int], (0, 0)]
+    per_key_head: Annotated[bool, False]
+    distance_buckets: Annotated[int | None, 24]
+    top_k: Annotated[int | None, 8]
+
+
+class _Rows(_Model, _Bounds, total=False):
+    """
     row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
         ``[heads_s, total_q]``. A row of weight 0 adds nothing to the loss, even if it contains NaN; on a GPU such a NaN
         still reaches the gradients.
@@ -134,10 +176,6 @@ class _Rows(_Model, total=False):
         Only Hopper GPUs are faster without it, for heads of up to 128 dimensions.
     """
 
-    max_seqlen_q: Annotated[int | None, None]
-    max_seqlen_k: Annotated[int | None, None]
-    key_begin: Annotated[torch.Tensor | None, None]
-    key_end: Annotated[torch.Tensor | None, None]
     row_weight: Annotated[torch.Tensor | None, None]
     lse_t: Annotated[torch.Tensor | None, None]
     deterministic: Annotated[bool, False]
@@ -230,8 +268,9 @@ class IndexerOptions(_Loss, total=False):
 
 
 _BASES: dict[Any, tuple] = {
-    MapOptions: (_Model,), CarriedOptions: (_Model, _Rows), AttentionOptions: (_Model, _Rows, _Loss),
-    IndexerOptions: (_Model, _Rows, _Loss),
+    MapOptions: (_Masks, _Model), StatsOptions: (_Masks, _Bounds),
+    CarriedOptions: (_Masks, _Model, _Bounds, _Rows), AttentionOptions: (_Masks, _Model, _Bounds, _Rows, _Loss),
+    IndexerOptions: (_Masks, _Model, _Bounds, _Rows, _Loss),
 }  # fmt: skip
 
 

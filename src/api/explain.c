@@ -2,6 +2,7 @@
 #include "api/contiguous.h"
 #include "api/steps.h"
 #include "base/needs.h"
+#include "base/stats.h"
 #include "base/status.h"
 #include "base/structs.h"
 #include "base/tensors.h"
@@ -50,6 +51,36 @@ static skl_attention contiguous_attention(const skl_problem *p)
     return attention;
 }
 
+/* All results of skl_attention_stats. */
+static skl_stats contiguous_stats(const skl_problem *p, bool lse_given)
+{
+    const int64_t rows_q = skl_rows_q(p), rows_k = skl_rows_k(p);
+    const skl_output none = {NULL, 0, 0, 0}, of_rows = skl_contiguous_output(p->heads_s, rows_q, 1);
+    const skl_output of_keys = skl_contiguous_output(p->heads_s, rows_k, 1);
+    const skl_output top = skl_contiguous_output(p->heads_s, rows_q, SKL_STATS_TOP_MAX);
+    const skl_stats stats = {.struct_size = sizeof(skl_stats),
+                             .key_sum = of_keys,
+                             .key_max = of_keys,
+                             .lse = lse_given ? none : of_rows,
+                             .entropy = of_rows,
+                             .max_logit = of_rows,
+                             .expected_distance = of_rows,
+                             .head_max_logit = SKL_PLACEHOLDER,
+                             .distance_mass = SKL_PLACEHOLDER,
+                             .distance_count = SKL_STATS_BUCKETS_MAX,
+                             .range_count = SKL_STATS_RANGES_MAX,
+                             .key_ranges = SKL_PLACEHOLDER,
+                             .range_mass = skl_contiguous_output(p->heads_s, rows_q, SKL_STATS_RANGES_MAX),
+                             .range_sum = SKL_PLACEHOLDER,
+                             .top_k = SKL_STATS_TOP_MAX,
+                             .top_keys = top,
+                             .top_p = top,
+                             .chosen_count = 1,
+                             .chosen_rows = SKL_PLACEHOLDER,
+                             .weights = SKL_PLACEHOLDER};
+    return stats;
+}
+
 static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op op)
 {
     const skl_needs needs = skl_needs_of(p, op, p->gradients);
@@ -88,7 +119,7 @@ static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs
         status = skl_op_check_for(&plan->problem, op);
     if (status == SKL_OK && inputs != NULL)
         status = skl_struct_read(&skl_struct_inputs, copy, inputs);
-    return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy) : status;
+    return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy, op) : status;
 }
 
 static void add_sink_step(const skl_plan *plan, const skl_step *step, skl_text *text)
@@ -119,7 +150,9 @@ static skl_status explain(const skl_plan *plan, const skl_inputs *inputs, skl_op
 {
     const skl_attention attention = contiguous_attention(&plan->problem);
     skl_call call = call_of(&plan->problem, inputs, op);
+    const skl_stats stats = contiguous_stats(&plan->problem, call.inputs.lse_s.data != NULL);
     call.attention = skl_op_is_attention(op) ? &attention : NULL;
+    call.stats = op == SKL_OP_ATTENTION_STATS ? &stats : NULL;
     return plan->problem.sinks ? explain_with_sinks(plan, &call, text) : plan->backend->explain(plan, &call, text);
 }
 

@@ -26,7 +26,7 @@ skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
     skl_inputs copy;
     if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &copy, inputs))
         return SKL_ERROR_ARGUMENT;
-    SKL_TRY(skl_inputs_check_layout(&plan->problem, &copy));
+    SKL_TRY(skl_inputs_check_layout(&plan->problem, &copy, SKL_OP_FORWARD));
     return skl_arrays_check_values(&plan->problem, &copy);
 }
 
@@ -98,6 +98,23 @@ skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs *inputs
         skl_struct_read(&skl_struct_attention, &copy, attention) ||
         skl_struct_read(&skl_struct_rows, &call.rows, rows) ||
         skl_struct_read(&skl_struct_gradients, &call.gradients, gradients))
+        return SKL_ERROR_ARGUMENT;
+    return check_and_run(plan, &call, workspace_size);
+}
+
+skl_status skl_attention_stats(const skl_plan *plan, const skl_inputs *inputs, const skl_stats *stats,
+                               void *workspace, size_t workspace_size, skl_stream stream)
+{
+    skl_stats copy;
+    skl_call call = {.op = SKL_OP_ATTENTION_STATS,
+                     .rows = no_rows,
+                     .gradients = no_gradients,
+                     .stats = &copy,
+                     .keys = all_keys,
+                     .workspace = workspace,
+                     .stream = stream};
+    if (check_given(plan, "plan") || skl_struct_read(&skl_struct_inputs, &call.inputs, inputs) ||
+        skl_struct_read(&skl_struct_stats, &copy, stats))
         return SKL_ERROR_ARGUMENT;
     return check_and_run(plan, &call, workspace_size);
 }

@@ -28,14 +28,14 @@ static skl_status check_lengths_given(const skl_problem *p, const skl_inputs *in
 }
 
 /* A sink on one side only would be an outcome that the other distribution does not have. */
-static skl_status check_sinks_given(const skl_problem *p, const skl_inputs *in)
+static skl_status check_sinks_given(const skl_problem *p, const skl_inputs *in, bool reads_teacher)
 {
     const struct {
         const char *name;
         const float *sink;
     } sides[] = {{"sink_t", in->sink_t}, {"sink_s", in->sink_s}};
     for (int n = 0; n < 2; n++) {
-        if (p->sinks && sides[n].sink == NULL)
+        if (p->sinks && sides[n].sink == NULL && (n == 1 || reads_teacher))
             return skl_fail(SKL_ERROR_ARGUMENT,
                             "%s=NULL: must be given when sinks=1; sinks=0 gives the KL of the distributions on the "
                             "keys alone",
@@ -46,10 +46,10 @@ static skl_status check_sinks_given(const skl_problem *p, const skl_inputs *in)
     return SKL_OK;
 }
 
-skl_status skl_arrays_check_given(const skl_problem *p, const skl_inputs *in)
+skl_status skl_arrays_check_given(const skl_problem *p, const skl_inputs *in, skl_op op)
 {
     SKL_TRY(check_lengths_given(p, in));
-    return check_sinks_given(p, in);
+    return check_sinks_given(p, in, op != SKL_OP_ATTENTION_STATS);
 }
 
 /* ---- Values ------------------------------------------------------------------------------------------------- */

@@ -223,6 +223,9 @@ skl_status skl_op_check(skl_op op)
 
 skl_status skl_op_check_for(const skl_problem *p, skl_op op)
 {
+    if (op == SKL_OP_ATTENTION_STATS && skl_is_indexer(p))
+        return skl_fail(SKL_ERROR_ARGUMENT, "student=%d: skl_attention_stats needs SKL_STUDENT_ATTENTION",
+                        (int)p->student);
     return skl_op_is_attention(op) && !(p->gradients & SKL_DV_S)
                ? skl_fail(SKL_ERROR_ARGUMENT,
                           "gradients=%" PRIu32 ": skl_attention_%s needs a plan whose problem.gradients include "

@@ -5,7 +5,7 @@
 #include "base/host_device.h"
 #include "streamkl.h"
 
-enum { SKL_OP_COUNT = 6 };
+enum { SKL_OP_COUNT = 7 };
 
 /* skl_states_finish as an operation. It needs no workspace. */
 #define SKL_OP_FINISH ((skl_op)SKL_OP_COUNT)

@@ -13,6 +13,7 @@ const skl_struct skl_struct_inputs = {"inputs", sizeof(skl_inputs), offsetof(skl
 const skl_struct skl_struct_rows = {"rows", sizeof(skl_rows), sizeof(skl_rows), ""};
 const skl_struct skl_struct_gradients = {"gradients", sizeof(skl_gradients), offsetof(skl_gradients, dsink_t), ""};
 const skl_struct skl_struct_attention = {"attention", sizeof(skl_attention), sizeof(skl_attention), ""};
+const skl_struct skl_struct_stats = {"stats", sizeof(skl_stats), sizeof(skl_stats), ""};
 const skl_struct skl_struct_kernel_info = {"info", sizeof(skl_kernel_info), sizeof(skl_kernel_info), ""};
 
 /* Checks a struct of the caller and sets *size to the bytes that it shares with the library's. */

@@ -16,7 +16,7 @@ typedef struct skl_struct {
 } skl_struct;
 
 extern const skl_struct skl_struct_problem, skl_struct_options, skl_struct_inputs, skl_struct_rows,
-    skl_struct_gradients, skl_struct_attention, skl_struct_kernel_info;
+    skl_struct_gradients, skl_struct_attention, skl_struct_stats, skl_struct_kernel_info;
 
 /* Copies the caller's struct `from` to `to`, which has the size of this release. Fields that a shorter struct lacks
  * become 0. Refuses NULL, and a longer struct with a byte that is not 0 beyond the fields of this release. Reads

@@ -7,6 +7,7 @@
 #include "base/arrays.h"
 #include "base/needs.h"
 #include "base/overlap.h"
+#include "base/stats.h"
 #include "base/status.h"
 
 typedef enum kind { INPUT, OUTPUT, WORKSPACE } kind;
@@ -291,6 +292,59 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
 }
 
+/* Elements of a contiguous [batch, heads_s, rows, columns]; INT64_MAX where 64 bits cannot count them. */
+static int64_t elements_of(const skl_problem *p, int64_t rows, int64_t columns)
+{
+    int64_t count = p->batch * p->heads_s;
+    const bool overflow =
+        __builtin_mul_overflow(count, rows, &count) || __builtin_mul_overflow(count, columns, &count);
+    return overflow ? INT64_MAX : count;
+}
+
+/* The tensors of skl_attention_stats: the student alone. */
+static skl_status check_stats_tensors(const skl_problem *p, const skl_call *call, size_t workspace_size)
+{
+    const skl_inputs *const in = &call->inputs;
+    const skl_stats *const out = call->stats;
+    const int64_t rows_q = p->packed ? p->total_q : p->len_q;
+    const int64_t rows_k = p->packed ? p->total_k : p->len_k;
+    const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
+    const int64_t sum_heads = out->per_key_head ? p->key_heads_s : p->heads_s;
+    const need lse_need = in->lse_s.data != NULL ? REFUSED : OPTIONAL;
+    const tensor_rule tensors[] = {
+        TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
+        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
+        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
+        TENSOR(out->row_weights, "stats.row_weights", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
+        ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
+        ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
+        ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
+        ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT),
+        ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
+        ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT),
+        ARRAY(out->key_ranges, "stats.key_ranges", 2 * p->batch * out->range_count, INPUT),
+        ARRAY(out->chosen_rows, "stats.chosen_rows", p->batch * out->chosen_count, INPUT),
+        TENSOR(out->key_sum, "stats.key_sum", sum_heads, rows_k, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(out->key_max, "stats.key_max", sum_heads, rows_k, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(out->lse, "stats.lse", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_need, " if lse_s is given"),
+        TENSOR(out->entropy, "stats.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(out->max_logit, "stats.max_logit", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(out->expected_distance, "stats.expected_distance", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL,
+               ""),
+        TENSOR(out->range_mass, "stats.range_mass", p->heads_s, rows_q, out->range_count, SKL_F32, OUTPUT, OPTIONAL,
+               ""),
+        TENSOR(out->top_keys, "stats.top_keys", p->heads_s, rows_q, out->top_k, SKL_F32, OUTPUT, OPTIONAL, ""),
+        TENSOR(out->top_p, "stats.top_p", p->heads_s, rows_q, out->top_k, SKL_F32, OUTPUT, OPTIONAL, ""),
+        ARRAY(out->head_max_logit, "stats.head_max_logit", elements_of(p, 1, 1), OUTPUT),
+        ARRAY(out->distance_mass, "stats.distance_mass", elements_of(p, 1, out->distance_count), OUTPUT),
+        ARRAY(out->range_sum, "stats.range_sum", elements_of(p, 1, out->range_count), OUTPUT),
+        ARRAY(out->weights, "stats.weights", elements_of(p, out->chosen_count, p->len_k), OUTPUT),
+        ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
+              (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
+    };
+    return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
+}
+
 static skl_status check_sink_gradients(const skl_problem *p, const skl_gradients *grads)
 {
     const bool of_t = grads->dsink_t != NULL && !(p->gradients & SKL_DSINK_T);
@@ -324,25 +378,34 @@ skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t wor
     const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
     SKL_TRY(skl_op_check_for(p, call->op));
     if (has_arrays)
-        SKL_TRY(skl_arrays_check_given(p, &call->inputs));
+        SKL_TRY(skl_arrays_check_given(p, &call->inputs, call->op));
+    if (call->stats != NULL)
+        SKL_TRY(skl_stats_check(p, call->stats));
     SKL_TRY(check_sink_gradients(p, &call->gradients));
-    SKL_TRY(check_tensors(p, call, used_size));
+    SKL_TRY(call->stats != NULL ? check_stats_tensors(p, call, used_size) : check_tensors(p, call, used_size));
     if (call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
         return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
                         call->keys.begin, call->keys.end);
     SKL_TRY(workspace_status);
-    return has_arrays && plan->backend->device == SKL_CPU ? skl_arrays_check_values(p, &call->inputs) : SKL_OK;
+    if (plan->backend->device != SKL_CPU)
+        return SKL_OK;
+    if (has_arrays)
+        SKL_TRY(skl_arrays_check_values(p, &call->inputs));
+    return call->stats != NULL ? skl_stats_check_values(p, &call->inputs, call->stats) : SKL_OK;
 }
 
-skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs)
+skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs *inputs, skl_op op)
 {
-    /* A forward without results requires no row vector and has no output. */
-    const skl_call call = {.op = SKL_OP_FORWARD,
+    /* A call without results requires no row vector and has no output. */
+    static const skl_stats no_stats = {.struct_size = sizeof(skl_stats)};
+    const bool of_stats = op == SKL_OP_ATTENTION_STATS;
+    const skl_call call = {.op = of_stats ? op : SKL_OP_FORWARD,
                            .inputs = *inputs,
+                           .stats = of_stats ? &no_stats : NULL,
                            .rows = {.struct_size = sizeof(skl_rows)},
                            .gradients = {.struct_size = sizeof(skl_gradients)}};
-    SKL_TRY(skl_arrays_check_given(problem, inputs));
-    return check_tensors(problem, &call, 0);
+    SKL_TRY(skl_arrays_check_given(problem, inputs, op));
+    return of_stats ? check_stats_tensors(problem, &call, 0) : check_tensors(problem, &call, 0);
 }
 
 skl_status skl_merge_check(const skl_problem *p, const skl_row_state *into, const skl_row_state *from)

@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "cpu/pool.h"
 #include "cpu/row_sums.h"
+#include "cpu/stats.h"
 
 static int kernel_at(int32_t index, skl_kernel_info *info)
 {
@@ -32,17 +33,33 @@ static size_t ordered_sum_size(int threads)
     return (size_t)skl_ordered_sum_count(threads) * sizeof(skl_ordered_sum_counter);
 }
 
-/* The workspace of a call: counters, scratch memory of the workers, and then the sums of 16-bit key gradients. */
-static size_t key_sums_begin(const skl_plan *plan)
+static size_t scratch_size(const skl_plan *plan, skl_op op)
 {
     const skl_cpu_work *const work = plan->kernel;
-    return ordered_sum_size(plan->workers) + (size_t)plan->workers * work->scratch_size(&plan->problem);
+    return op == SKL_OP_ATTENTION_STATS ? work->stats_scratch_size(&plan->problem)
+                                        : work->scratch_size(&plan->problem);
+}
+
+/* The workspace of a call: counters, scratch memory of the workers, and then what they share: the sums of 16-bit key
+ * gradients, or the memory of statistics. */
+static size_t shared_begin(const skl_plan *plan, skl_op op)
+{
+    return ordered_sum_size(plan->workers) + (size_t)plan->workers * scratch_size(plan, op);
 }
 
 static size_t key_sums_size(const skl_plan *plan)
 {
     const skl_problem *const p = &plan->problem;
     return (size_t)(skl_key_sums_count(p, plan->workers) * skl_key_sums_floats(p)) * sizeof(float);
+}
+
+static size_t workspace_size(const skl_plan *plan, skl_op op)
+{
+    if (skl_op_has_gradients(op))
+        return shared_begin(plan, op) + key_sums_size(plan);
+    if (op != SKL_OP_ATTENTION_STATS)
+        return shared_begin(plan, op);
+    return skl_is_indexer(&plan->problem) ? 0 : shared_begin(plan, op) + skl_cpu_stats_size(plan);
 }
 
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
@@ -58,8 +75,7 @@ static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const cha
     plan->kernel_name = kernel->name;
     plan->workers = skl_cpu_select_workers(p, work, plan->threads);
     for (int op = 0; op < SKL_OP_COUNT; op++)
-        plan->workspace_size[op] =
-            key_sums_begin(plan) + (skl_op_has_gradients((skl_op)op) ? key_sums_size(plan) : 0);
+        plan->workspace_size[op] = workspace_size(plan, (skl_op)op);
     skl_pool_reserve(plan->workers);
     return SKL_OK;
 }
@@ -126,10 +142,11 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
+    void *const shared = (char *)call->workspace + shared_begin(plan, call->op);
     skl_schedule s = {.plan = plan,
                       .scratch = (char *)call->workspace + ordered_sum_size(plan->workers),
-                      .scratch_size = work->scratch_size(p),
-                      .key_sums = (float *)(void *)((char *)call->workspace + key_sums_begin(plan)),
+                      .scratch_size = scratch_size(plan, call->op),
+                      .key_sums = shared,
                       .task = {.problem = p,
                                .call = call,
                                .tiles = work->tiles(p),
@@ -137,10 +154,16 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
                                .rows_known = passes.rows_first}};
     clear_query_tail(p, call);
     clear_key_gradients(p, call, passes.fused);
+    if (call->stats != NULL) {
+        s.task.stats = skl_cpu_stats_memory(plan, call, shared);
+        skl_cpu_stats_clear(p, call);
+    }
     for (int i = 0; i < passes.count; i++)
         s.work_total += skl_pass_items(plan, &passes.pass[i]);
     for (int i = 0; i < passes.count; i++)
         skl_schedule_run(&s, &passes.pass[i]);
+    if (call->stats != NULL)
+        skl_cpu_stats_finish(p, call, &s.task.stats);
     return SKL_OK;
 }
 

@@ -6,12 +6,27 @@
 
 #include "base/side.h"
 #include "base/convert.h"
+#include "base/stats.h"
 #include "cpu/key_sums.h"
 #include "cpu/ordered_sum.h"
 
 typedef struct skl_tiles {
     int64_t queries, keys; /* per task: of forward and backward_queries, of backward_keys */
 } skl_tiles;
+
+/* What the rows of a query tile add to the statistics of their head. */
+typedef struct skl_tile_sums {
+    double bucket[SKL_STATS_BUCKETS_MAX];
+    double range[SKL_STATS_RANGES_MAX];
+    float max_logit;
+} skl_tile_sums;
+
+/* Memory of a statistics call. */
+typedef struct skl_stats_memory {
+    skl_output lse;      /* LSEs that the call computes: the caller's buffer, or a part of the workspace */
+    skl_tile_sums *sums; /* [batch, heads_s, tiles] */
+    int64_t tiles;       /* query tiles per head */
+} skl_stats_memory;
 
 /* Work on one tile. */
 typedef struct skl_task {
@@ -28,6 +43,7 @@ typedef struct skl_task {
     bool fused;        /* backward_queries also adds to the key gradients, in chain order */
     bool rows_known;   /* one-pass calls: an earlier pass has stored kl and dot_t in rows */
     bool teacher_side; /* backward_keys: computes dk_t, not dk_s */
+    skl_stats_memory stats;
 } skl_task;
 
 /* The functions of a kernel for one kind of student. */
@@ -37,6 +53,10 @@ typedef struct skl_cpu_work {
     void (*forward)(const skl_task *task);              /* row results or states of a query tile */
     void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its part of dk; one-pass: KL */
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
+    /* Statistics of attention; NULL for indexers. */
+    size_t (*stats_scratch_size)(const skl_problem *problem); /* bytes per thread */
+    void (*stats_rows)(const skl_task *task); /* of a query tile: its rows, and its part of the head's sums */
+    void (*stats_keys)(const skl_task *task); /* of a key tile; `head` is that of the result */
 } skl_cpu_work;
 
 typedef struct skl_cpu_works {

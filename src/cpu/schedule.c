@@ -108,7 +108,10 @@ static grid grid_of(const skl_plan *plan, const skl_cpu_pass *pass)
     const skl_problem *const p = &plan->problem;
     const skl_tiles tiles = ((const skl_cpu_work *)plan->kernel)->tiles(p);
     const grid over_queries = {p->heads_s, skl_ceil_div(p->len_q, tiles.queries)};
-    const grid over_keys = {pass->teacher_side ? p->key_heads_t : p->key_heads_s, skl_ceil_div(p->len_k, tiles.keys)};
+    const int64_t key_heads = pass->key_result_heads > 0 ? pass->key_result_heads
+                              : pass->teacher_side       ? p->key_heads_t
+                                                         : p->key_heads_s;
+    const grid over_keys = {key_heads, skl_ceil_div(p->len_k, tiles.keys)};
     return pass->over_keys ? over_keys : over_queries;
 }
 

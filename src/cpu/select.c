@@ -144,8 +144,31 @@ static void add_pass(skl_cpu_passes *passes, skl_cpu_pass pass)
     passes->pass[passes->count++] = pass;
 }
 
+/* Rows first: their LSEs make the probabilities of the pass over the keys. */
+static skl_cpu_passes select_stats_passes(const skl_plan *plan, const skl_call *call)
+{
+    const skl_problem *const p = &plan->problem;
+    const skl_cpu_work *const work = plan->kernel;
+    const uint32_t bits = skl_stats_bits(call->stats);
+    const bool of_keys = (bits & SKL_STATS_OF_KEYS) != 0, lse_given = call->inputs.lse_s.data != NULL;
+    const bool of_rows = (bits & SKL_STATS_OF_ROWS) != 0 || (of_keys && !lse_given);
+    skl_cpu_passes passes = {.fused = false};
+    if (of_rows)
+        add_pass(&passes, (skl_cpu_pass){.function = work->stats_rows,
+                                         .reason = lse_given ? "lse_s is given, so probabilities are exact at once"
+                                                             : "a product of its own computes the LSEs"});
+    if (of_keys)
+        add_pass(&passes, (skl_cpu_pass){.function = work->stats_keys,
+                                         .over_keys = true,
+                                         .key_result_heads = call->stats->per_key_head ? p->key_heads_s : p->heads_s,
+                                         .reason = "sums over rows, key by key"});
+    return passes;
+}
+
 skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
 {
+    if (call->stats != NULL)
+        return select_stats_passes(plan, call);
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = plan->kernel;
     const skl_gradients *const grads = &call->gradients;
@@ -234,7 +257,9 @@ skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text 
         const bool forward = pass->function == ((const skl_cpu_work *)plan->kernel)->forward;
         const bool kernel_reason = text->length == 0; /* the same for every pass, so it is printed once */
         const int threads = (int)skl_min(plan->workers, items);
-        if (forward)
+        if (call->stats != NULL)
+            skl_text_add(text, "statistics of %s", pass->over_keys ? "keys" : "rows");
+        else if (forward)
             skl_text_add(text, "%s", call->op == SKL_OP_PARTIAL ? "partial states" : "forward");
         else
             add_results(text, call, pass);

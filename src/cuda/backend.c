@@ -36,9 +36,10 @@ static skl_cuda_argument argument_of(const skl_side *side)
     return argument;
 }
 
+/* Statistics are those of the student, b, whatever the direction. */
 static skl_cuda_params params_of(const skl_problem *p, const skl_call *call)
 {
-    const bool reverse = p->direction == SKL_KL_REVERSE;
+    const bool reverse = p->direction == SKL_KL_REVERSE && call->op != SKL_OP_ATTENTION_STATS;
     const skl_side teacher = skl_teacher_of(p, call), student = skl_student_of(p, call);
     const skl_cuda_params params = {.problem = *p,
                                     .call = *call,
@@ -47,12 +48,20 @@ static skl_cuda_params params_of(const skl_problem *p, const skl_call *call)
     return params;
 }
 
-/* Where the teacher's LSEs of a group are computed: in rows.lse_t, or in the workspace. */
+static bool is_stats(const skl_call *call)
+{
+    return call->op == SKL_OP_ATTENTION_STATS;
+}
+
+/* Where LSEs are computed that the call does not give, those of a teacher group or of the statistics: in its output,
+ * or in the workspace. */
 static skl_output computed_lse_of(const skl_problem *p, const skl_call *call, const skl_cuda_launches *launches)
 {
-    return call->rows.lse_t.data != NULL ? call->rows.lse_t
-                                         : skl_output_contiguous((char *)call->workspace + launches->lse_at,
-                                                                 p->heads_t, skl_query_rows(p).rows, 1);
+    const skl_output *const out = is_stats(call) ? &call->stats->lse : &call->rows.lse_t;
+    const int64_t heads = is_stats(call) ? p->heads_s : p->heads_t;
+    return out->data != NULL
+               ? *out
+               : skl_output_contiguous((char *)call->workspace + launches->lse_at, heads, skl_query_rows(p).rows, 1);
 }
 
 static skl_input input_from(const skl_input *tensor, skl_dtype dtype, int64_t head)
@@ -104,14 +113,18 @@ static skl_cuda_params launch_params(const skl_cuda_params *shared, const skl_cu
                                      const skl_cuda_launch *launch)
 {
     const skl_problem *const p = &shared->problem;
-    const skl_output lse_t = computed_lse_of(p, &shared->call, launches);
+    const skl_output lse = computed_lse_of(p, &shared->call, launches);
+    const skl_input computed = {lse.data, lse.stride_batch, lse.stride_head, lse.stride_row};
+    const bool stats = is_stats(&shared->call);
     skl_cuda_params params = *shared;
     if (launch->halves)
-        params =
-            halves_of(p, &shared->call, launch->teacher_side, launch->teacher_side ? lse_t : shared->call.rows.lse_s);
+        params = halves_of(p, &shared->call, launch->teacher_side,
+                           launch->teacher_side || stats ? lse : shared->call.rows.lse_s);
     if (launch->lse_computed)
-        params.call.inputs.lse_t = (skl_input){lse_t.data, lse_t.stride_batch, lse_t.stride_head, lse_t.stride_row};
-    params.call.workspace = (char *)shared->call.workspace + launch->workspace_at;
+        *(stats ? &params.call.inputs.lse_s : &params.call.inputs.lse_t) = computed;
+    const bool shares_workspace = stats && !launch->halves;
+    params.call.workspace =
+        (char *)shared->call.workspace + (shares_workspace ? launches->stats_at : launch->workspace_at);
     return params;
 }
 
@@ -144,6 +157,12 @@ static void leave_device(int device, int former)
 static skl_status refuse(const skl_cuda_launches *launches, skl_op op)
 {
     const bool forward = op == SKL_OP_ATTENTION_FORWARD;
+    if (op == SKL_OP_ATTENTION_STATS)
+        return skl_fail(SKL_ERROR_UNSUPPORTED,
+                        "skl_attention_stats on a GPU: no kernel does this (%s); call it on the CPU, with "
+                        "options.device=SKL_CPU and "
+                        "tensors in host memory",
+                        launches->refusal);
     return skl_fail(SKL_ERROR_UNSUPPORTED, "skl_attention_%s on a GPU: no kernel carries the KL here (%s); call %s",
                     forward ? "forward" : "backward", launches->refusal,
                     forward ? "your attention and skl_forward"

@@ -24,7 +24,9 @@
     X(sm90_f16_groups)                                                                                               \
     X(sm90_bf16_strips)                                                                                              \
     X(sm90_bf16_sparse)                                                                                              \
-    X(sm90_f16_sparse)
+    X(sm90_f16_sparse)                                                                                               \
+    X(sm90_bf16_stats)                                                                                               \
+    X(sm90_f16_stats)
 #define HOPPER_F32_KERNELS(X) X(sm90_f32_64) X(sm90_f32_128)
 #else
 #define HOPPER_KERNELS(X)
@@ -45,7 +47,9 @@
     X(sm80_bf16_sparse)                                                                                              \
     X(sm80_f16_sparse)                                                                                               \
     X(sm80_bf16_groups)                                                                                              \
-    X(sm80_f16_groups)
+    X(sm80_f16_groups)                                                                                               \
+    X(sm80_bf16_stats)                                                                                               \
+    X(sm80_f16_stats)
 
 #define DECLARE(name) extern const skl_cuda_kernel skl_cuda_##name;
 HOPPER_KERNELS(DECLARE)
@@ -64,6 +68,7 @@ static const skl_cuda_kernel general_dense = GENERAL(.does = SKL_DOES_DENSE, .fo
 static const skl_cuda_kernel general_sparse =
     GENERAL(.does = SKL_DOES_SPARSE, .forward = skl_cuda_general_sparse_rows,
             .gradients = skl_cuda_general_sparse_gradients);
+static const skl_cuda_kernel general_stats = GENERAL(.does = SKL_DOES_STATS, .forward = skl_cuda_general_stats);
 const skl_cuda_kernel skl_cuda_general =
     GENERAL(.does = SKL_DOES_ATTENTION | SKL_DOES_GROUPS | SKL_DOES_TEACHER, .forward = skl_cuda_general_forward,
             .dq = skl_cuda_general_dq, .dk = skl_cuda_general_dk);
@@ -71,7 +76,7 @@ const skl_cuda_kernel skl_cuda_general =
 #define ADDRESS(name) &skl_cuda_##name,
 static const skl_cuda_kernel *const kernels[] = {
     HOPPER_KERNELS(ADDRESS) SHARED_KERNELS(ADDRESS) HOPPER_F32_KERNELS(ADDRESS) & general_dense, &general_sparse,
-    &skl_cuda_general};
+    &general_stats, &skl_cuda_general};
 
 const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index)
 {
@@ -81,5 +86,5 @@ const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index)
 bool skl_cuda_has_plans(const skl_cuda_kernel *kernel)
 {
     const bool is_other_row_of_general = kernel->general && kernel != &skl_cuda_general;
-    return (kernel->does & (SKL_DOES_CARRIED | SKL_DOES_JOINT)) == 0 && !is_other_row_of_general;
+    return (kernel->does & (SKL_DOES_CARRIED | SKL_DOES_JOINT | SKL_DOES_STATS)) == 0 && !is_other_row_of_general;
 }

@@ -26,7 +26,8 @@ enum {
     SKL_DOES_JOINT = 32,    /* the gradients of both sides in one launch; other kernels of the plan do the rest */
     SKL_DOES_TEACHER = 64,  /* teacher groups: gradients of the teacher, too */
     SKL_DOES_DK = 128,      /* dk alone, in a fixed order: the row has the launcher `dk` */
-    SKL_DOES_ORDERED = 256  /* all sums in a fixed order: the row has no launcher `fused` */
+    SKL_DOES_ORDERED = 256, /* all sums in a fixed order: the row has no launcher `fused` */
+    SKL_DOES_STATS = 512    /* statistics of one attention: the row has the launcher `forward` */
 };
 
 /* A row of the kernel list: what a kernel supports. Selection reads the list from the top and takes the first row
@@ -51,16 +52,17 @@ typedef struct skl_cuda_kernel {
     skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order */
     skl_cuda_launcher dq, dk;       /* dq and dk in separate launches, in a fixed order */
     skl_cuda_launcher gradients;    /* strips and indexers: all gradients of a side, in a fixed order */
+    skl_cuda_launcher top;          /* statistics: the top keys of rows */
 } skl_cuda_kernel;
 
 /* The kernel list, best first; NULL past its end. */
 const skl_cuda_kernel *skl_cuda_kernel_at(int32_t index);
 
-/* The last row of the list. Rows of the same name before it do indexers. */
+/* The last row of the list. Rows of the same name before it do indexers and statistics. */
 extern const skl_cuda_kernel skl_cuda_general;
 
-/* Whether a plan can be made for this kernel. Carried attention and joint backwards belong to plans of other kernels.
- */
+/* Whether a plan can be made for this kernel. Carried attention, joint backwards and statistics belong to plans of
+ * other kernels. */
 bool skl_cuda_has_plans(const skl_cuda_kernel *kernel);
 
 #ifdef __cplusplus

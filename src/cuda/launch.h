@@ -38,6 +38,16 @@ typedef struct skl_cuda_params {
                              * NULL without row bounds */
 } skl_cuda_params;
 
+/* What a launch of attention statistics computes, and its part of the workspace. */
+typedef struct skl_stats_layout {
+    uint32_t results;                     /* SKL_STATS_* */
+    int32_t chunks;                       /* parts of the query tiles of a head and sequence; a block processes one */
+    int32_t slots;                        /* slots of key sums of a head: one for each adder of a chunk */
+    int32_t blocks;                       /* blocks that share the chunks; 0: one each */
+    int64_t slot_stride;                  /* keys of a slot: all keys, and a stage */
+    size_t keys_at, heads_at, scratch_at; /* where key sums, sums of heads and the scratch of blocks begin; bytes */
+} skl_stats_layout;
+
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
 typedef struct skl_cuda_launch skl_cuda_launch;
@@ -74,6 +84,7 @@ struct skl_cuda_launch {
     skl_strip_layout strips;  /* dense indexers and teacher groups in strips */
     skl_dense_chunk dense;    /* dense indexers on the general kernel */
     skl_sparse_layout sparse; /* sparse indexers */
+    skl_stats_layout stats;   /* attention statistics */
 };
 
 /* Variants. cuda/select chooses by these names, and launchers report them. */
@@ -106,6 +117,12 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_TWO_TERM             "two-term rows"
 #define SKL_VARIANT_CARRYING_FORWARD     "attention forward with KL"
 #define SKL_VARIANT_CARRYING             "attention backward with KL"
+#define SKL_VARIANT_STATS                "statistics"
+#define SKL_VARIANT_STATS_COLUMNS        "statistics, queries as columns"
+#define SKL_VARIANT_STATS_TOP            "top keys"
+#define SKL_VARIANT_STATS_CLEAR          "clear statistics"
+#define SKL_VARIANT_STATS_SUMS           "sums of statistics"
+#define SKL_VARIANT_STATS_WEIGHTS        "weights of rows"
 #define SKL_VARIANT_SINK_ROWS            "sink rows"
 #define SKL_VARIANT_SINK_GRADIENTS       "sink gradients"
 
@@ -142,11 +159,22 @@ enum {
     SKL_GROUP_TILES_BLOCKS = 2,       /* blocks per SM of group tiles */
     SKL_GROUP_TILE = 128,             /* queries per tile of a Hopper kernel for teacher groups */
     SKL_SM90_INDEX_HEADS_MAX = 64,    /* sparse indexers on Hopper: most index heads of a student head */
-    SKL_SM90_INDEX_DIM_MAX = 128      /* ... and their largest head size */
+    SKL_SM90_INDEX_DIM_MAX = 128,     /* ... and their largest head size */
+    SKL_STATS_DIM_MAX = 256,          /* largest head size with statistics */
+    SKL_STATS_STAGE_KEYS = 64,        /* statistics: keys per stage */
+    SKL_STATS_SUMS = 64,              /* statistics: most distances, and most ranges, of a head's sums */
+    SKL_STATS_TOP_CANDIDATES = 192,   /* top keys: candidates of a row */
+    SKL_STATS_SCRATCH_SIZE = 2 * 4 * SKL_STATS_SUMS + 8 * SKL_STATS_TOP_CANDIDATES, /* bytes per query of a block */
+    SKL_STATS_TILE_BLOCKS = 2, /* blocks per SM of the statistics that go through shared memory */
+    SKL_SM90_STATS_ROWS = 256, /* queries per tile of the statistics with queries as columns */
+    SKL_SM90_STATS_ADDERS = 4  /* warpgroups of a block, each with its slot of key sums */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
 #define SKL_ROWS_MAX ((int64_t)1 << 30)
+
+/* Queries per tile of the statistics that go through shared memory. */
+#define SKL_STATS_ROWS(general) ((general) ? SKL_GENERAL_TILE : 64)
 
 /* Queries per tile of a forward. `dims` is the sum of both head sizes. */
 #define SKL_SM80_FORWARD_ROWS(dim)  ((dim) <= 128 ? 128 : 64)
@@ -177,6 +205,13 @@ enum {
 skl_cuda_launch_function skl_cuda_general_forward, skl_cuda_general_dq, skl_cuda_general_dk;
 skl_cuda_launch_function skl_cuda_general_dense_rows, skl_cuda_general_dense_gradients;
 skl_cuda_launch_function skl_cuda_general_sparse_rows, skl_cuda_general_sparse_gradients;
+
+/* Attention statistics. */
+skl_cuda_launch_function skl_cuda_general_stats;
+skl_cuda_launch_function skl_cuda_stats_clear;   /* clears outputs and slots that other launches add to */
+skl_cuda_launch_function skl_cuda_stats_sinks;   /* adds the sinks to computed LSEs */
+skl_cuda_launch_function skl_cuda_stats_sums;    /* adds the slots of keys and the sums of chunks */
+skl_cuda_launch_function skl_cuda_stats_weights; /* all weights of chosen rows */
 
 skl_cuda_launch_function skl_cuda_clear_tails;   /* clears rows and gradients after the last packed sequence */
 skl_cuda_launch_function skl_cuda_bounds_by_key; /* fills params->key_bounds */

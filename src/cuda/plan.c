@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/stats.h"
 #include "base/status.h"
 
 /* ---- Devices ------------------------------------------------------------------------------------------------ */
@@ -111,12 +112,14 @@ static size_t workspace_size_of(const skl_problem *p, const skl_cuda_target *tar
     const int row_count = op == SKL_OP_BACKWARD ? 1 : groups && !skl_is_indexer(p) ? 3 : 2;
     const int set_count = skl_op_has_gradients(op) ? sizeof gradients / sizeof gradients[0] : 1;
     const int lse_count = groups ? 2 : 1; /* only the teacher's mean depends on given LSEs */
+    const uint32_t lse = SKL_STATS_LSE;   /* requested LSEs need no workspace */
     size_t size = 0;
     skl_cuda_launches launches;
     for (int n = 0; n < row_count * set_count * lse_count * 4; n++) {
         const skl_cuda_request request = {.op = op,
                                           .rows = rows[n % row_count],
                                           .gradients = p->gradients & gradients[n / row_count % set_count],
+                                          .stats = op == SKL_OP_ATTENTION_STATS ? SKL_STATS_ALL & ~lse : 0,
                                           .lse_given = n / row_count / set_count % lse_count,
                                           .keys = p->len_k};
         skl_cuda_select(p, target, &request, &layouts[n / row_count / set_count / lse_count], &launches);
@@ -131,6 +134,7 @@ static void select_usual(const skl_problem *p, skl_cuda_plan *of_cuda, skl_op op
     const skl_cuda_request request = {.op = op,
                                       .rows = op == SKL_OP_BACKWARD || op == SKL_OP_PARTIAL ? 0 : SKL_ROW_KL,
                                       .gradients = skl_op_has_gradients(op) ? p->gradients & ~of_values : 0,
+                                      .stats = op == SKL_OP_ATTENTION_STATS ? SKL_STATS_ALL : 0,
                                       .lse_given = op != SKL_OP_FORWARD,
                                       .keys = p->len_k};
     of_cuda->usual[op] = skl_cuda_normal_request(p, request);
@@ -171,8 +175,8 @@ skl_status skl_cuda_plan_create(skl_plan *plan, const skl_options *options, cons
 
 static bool is_same_request(const skl_cuda_request *a, const skl_cuda_request *b)
 {
-    return a->op == b->op && a->rows == b->rows && a->gradients == b->gradients && a->lse_given == b->lse_given &&
-           a->key_lengths == b->key_lengths && a->keys == b->keys;
+    return a->op == b->op && a->rows == b->rows && a->gradients == b->gradients && a->stats == b->stats &&
+           a->lse_given == b->lse_given && a->key_lengths == b->key_lengths && a->keys == b->keys;
 }
 
 const skl_cuda_launches *skl_cuda_plan_launches(const skl_plan *plan, const skl_call *call, skl_cuda_launches *other)

@@ -52,7 +52,8 @@ typedef struct skl_cuda_request {
     skl_op op;
     uint32_t rows;       /* SKL_ROW_KL, ..., and the bits below: results that have a buffer */
     uint32_t gradients;  /* SKL_DQ_T, ...: gradients that have a buffer */
-    int32_t lse_given;   /* inputs.lse_t has data */
+    uint32_t stats;      /* SKL_STATS_*: statistics that have a buffer */
+    int32_t lse_given;   /* inputs.lse_t has data; statistics: inputs.lse_s */
     int32_t key_lengths; /* inputs.key_lengths has data */
     int64_t keys;        /* keys of skl_partial's range, at most len_k */
 } skl_cuda_request;
@@ -74,9 +75,10 @@ typedef struct skl_cuda_launches {
     size_t kept_size;      /* bytes at the start of the workspace that several launches read or write */
     size_t private_size;   /* bytes after these that one launch at a time uses for itself: the largest such part */
     size_t workspace_size; /* bytes of both together */
-    size_t lse_at;         /* where computed LSEs of a teacher group begin, unless they go to rows.lse_t; bytes */
+    size_t lse_at;         /* where computed LSEs begin, unless they go to rows.lse_t or stats.lse; bytes */
     size_t key_bounds_at;  /* where params.key_bounds begin, if `has_key_bounds`; bytes */
     size_t terms_at;       /* where two-term rows begin, if `term_dim` is not 0; bytes */
+    size_t stats_at;       /* where the workspace that launches of statistics share begins; bytes */
     int32_t term_dim;      /* head size that two-term rows are padded to */
     int32_t has_key_bounds;
     const char *refusal; /* why no launch computes this; NULL: the launches do */

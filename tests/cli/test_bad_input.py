@@ -77,7 +77,7 @@ def test_no_file_and_no_command():
 
 
 def test_unknown_command_names_the_commands():
-    assert_refused(run("cehck"), "'cehck'", "distill, kl, map, demo, info, check, bench", "--help")
+    assert_refused(run("cehck"), "'cehck'", "distill, kl, map, stats, demo, info, check, bench", "--help")
 
 
 @pytest.mark.parametrize("command", ["info", "check", "demo"])

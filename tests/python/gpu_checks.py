@@ -101,6 +101,22 @@ def check_map():
             assert error <= 1e-5, f"{name}: off by {error}, {dtype}, {direction}, {heads_t} teacher heads"
 
 
+def check_stats():
+    """Equals the CPU, which tests/python/test_stats.py compares with the full matrix."""
+    masks = {}, dict(causal=True, softcap=5.0), dict(window_size=(20, 9), sink=torch.randn(4)), dict(key_lengths=torch.tensor([0, 120]))
+    weighted = dict(row_weight=torch.rand(2, 4, 130), row_range=(3, -5), per_key_head=True)
+    chosen = dict(want=streamkl.Statistics._fields, key_ranges=[(0, 4), (30, 90)], chosen_rows=[0, -1], top_k=64)
+    for dtype, mask, rows in product((*FLOATS, torch.float16), masks, ({}, weighted)):
+        q, k = torch.randn(2, 130, 4, 64).to(dtype), torch.randn(2, 150, 2, 64).to(dtype)
+        expected = streamkl.attention_stats(q, k, **chosen, **mask, **rows)
+        copies = {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in (mask | rows).items()}
+        for name, result, wanted in zip(expected._fields, streamkl.attention_stats(q.cuda(), k.cuda(), **chosen, **copies), expected):
+            if name == "top_keys":  # equal probabilities may change places
+                continue
+            assert result.is_cuda
+            torch.testing.assert_close(result.cpu(), wanted, atol=1e-4, rtol=1e-4, msg=f"{name}: {dtype}, {mask}, {rows.keys()}")
+
+
 def check_opcheck():
     cases.check_operators([tensor.detach() for tensor in make_tensors(**BF16)], DQ_S | DK_S)
 

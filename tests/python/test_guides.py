@@ -19,7 +19,7 @@ def snippets(name):
     return "\n".join(blocks)
 
 
-@pytest.mark.parametrize("name", ["getting-started", "hugging-face", "indexers"])
+@pytest.mark.parametrize("name", ["getting-started", "hugging-face", "indexers", "attention-stats"])
 def test_snippets(name):
     exec(compile(snippets(name), f"{name}.md", "exec"), {"__name__": "guide"})
 

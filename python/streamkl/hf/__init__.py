@@ -7,6 +7,7 @@
 
 AttentionDistiller                      the KL between the attention of two models
 DistillationTrainer, DistillationMixin  the same for transformers' Trainer and trainers that derive from it
+AttentionStats                          which keys each layer attends to, how much, and how far away
 capture                                 queries, keys, LSEs and masks of the layers of a model
 IndexerTrainer                          trains the indexers of a model with sparse attention
 compare                                 the KL per layer, head and position, and maps
@@ -19,12 +20,14 @@ from ._compare import Comparison, capture, compare, save_pair
 from ._distiller import AttentionDistiller
 from ._indexer import IndexerReport, IndexerTrainer
 from ._layers import Layer
+from ._stats import AttentionStats
 
 if TYPE_CHECKING:
     from .trainer import DistillationMixin, DistillationTrainer
 
 __all__ = [
-    "AttentionDistiller", "Comparison", "DistillationMixin", "DistillationTrainer", "IndexerReport", "IndexerTrainer", "Layer", "capture", "compare", "save_pair",
+    "AttentionDistiller", "AttentionStats", "Comparison", "DistillationMixin", "DistillationTrainer", "IndexerReport", "IndexerTrainer", "Layer",
+    "capture", "compare", "save_pair",
 ]  # fmt: skip
 
 

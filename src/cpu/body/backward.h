@@ -445,12 +445,6 @@ static void backward_queries(const skl_task *task)
 
 /* ---- Keys: dk of a key block, summed over all queries ------------------------------------------------------- */
 
-/* Rows of a block of loaded keys, from number `key` on. */
-static float *key_rows(const skl_side *side, float *rows, int64_t key)
-{
-    return rows + key * padded(side->dim) / (side->on_matrix ? 2 : 1);
-}
-
 /* Adds the contribution of one query tile to the dk of a key block. */
 static void key_block_step(const tile *t, int64_t block_first, int64_t block_end)
 {

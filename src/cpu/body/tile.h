@@ -332,6 +332,12 @@ static key_view loaded_keys(const skl_side *side, const float *buffer)
     return rows;
 }
 
+/* Rows of a block of loaded keys, from number `key` on. */
+static float *key_rows(const skl_side *side, float *rows, int64_t key)
+{
+    return rows + key * padded(side->dim) / (side->on_matrix ? 2 : 1);
+}
+
 /* Keys that only the logits need. Dense f32 rows are read in place, unless the product would round their number up.
  * Rows far apart are copied, since they could map to the same cache sets. */
 static key_view keys_for_logits(const tile *t, const skl_side *side, const key_tile *keys, float *buffer)

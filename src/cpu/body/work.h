@@ -3,6 +3,7 @@
 #define SKL_CPU_BODY_WORK_H
 
 #include "cpu/body/sparse_backward.h"
+#include "cpu/body/stats.h"
 
 #if !defined(SKL_HAS_TASK_SETUP)
 SKL_INLINE void begin_task(void)
@@ -26,6 +27,8 @@ SKL_INLINE void end_task(void)
 TASK(forward)
 TASK(backward_queries)
 TASK(backward_keys)
+TASK(stats_rows)
+TASK(stats_keys)
 TASK(index_forward)
 TASK(index_backward_queries)
 TASK(index_backward_keys)
@@ -38,7 +41,10 @@ static const skl_cpu_works works = {
                   .scratch_size = scratch_size,
                   .forward = forward_task,
                   .backward_queries = backward_queries_task,
-                  .backward_keys = backward_keys_task},
+                  .backward_keys = backward_keys_task,
+                  .stats_scratch_size = stats_scratch_size,
+                  .stats_rows = stats_rows_task,
+                  .stats_keys = stats_keys_task},
     .indexer = {.tiles = tiles,
                 .scratch_size = index_scratch_size,
                 .forward = index_forward_task,

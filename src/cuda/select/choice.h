@@ -99,7 +99,16 @@ void skl_select_carried(const choice *s);
 
 /* ---- groups.c: teacher groups and indexers --------------------------------------------------------------------- */
 
+/* A forward of all heads of a side, by the best kernel of this GPU, even if the plan's kernel is for older ones. If
+ * the caller named a kernel, it is one of that kernel's architecture. */
+void skl_select_add_lse(const choice *s, bool of_teacher, const char *reason);
+
 void skl_select_groups(const choice *s);
 void skl_select_indexer(const choice *s);
+
+/* ---- stats.c: statistics of the student's attention ------------------------------------------------------------ */
+
+/* The launches, or a refusal. */
+void skl_select_stats(const choice *s);
 
 #endif

@@ -3,6 +3,7 @@
 
 #include "base/needs.h"
 #include "base/side.h"
+#include "base/stats.h"
 #include "cuda/select.h"
 
 /* ---- GPUs ------------------------------------------------------------------------------------------------------ */
@@ -75,8 +76,10 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
     const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
     const skl_dtype type_t = skl_grad_dtype(p, p->dtype_t), type_s = skl_grad_dtype(p, p->dtype_s);
     skl_cuda_layout layout = skl_cuda_aligned;
-    look_at(&layout, SKL_TENSOR_Q_T, &in->q_t, p->dtype_t, p->dim_t, p->heads_t, queries);
-    look_at(&layout, SKL_TENSOR_K_T, &in->k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys);
+    if (call->op != SKL_OP_ATTENTION_STATS) {
+        look_at(&layout, SKL_TENSOR_Q_T, &in->q_t, p->dtype_t, p->dim_t, p->heads_t, queries);
+        look_at(&layout, SKL_TENSOR_K_T, &in->k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys);
+    }
     look_at(&layout, SKL_TENSOR_Q_S, &in->q_s, p->dtype_s, p->dim_s, skl_query_heads_s(p), queries);
     look_at(&layout, SKL_TENSOR_K_S, &in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
     look_at_gradient(&layout, SKL_DQ_T, &out->dq_t, type_t, p->dim_t, p->heads_t, queries);
@@ -101,6 +104,7 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
 skl_cuda_request skl_cuda_request_of(const skl_problem *p, const skl_call *call)
 {
     const skl_rows *const rows = &call->rows;
+    const bool of_stats = call->op == SKL_OP_ATTENTION_STATS;
     const bool dv = call->attention != NULL && call->attention->dv_s.data != NULL;
     const skl_cuda_request request = {
         .op = call->op,
@@ -109,7 +113,8 @@ skl_cuda_request skl_cuda_request_of(const skl_problem *p, const skl_call *call)
                 (rows->cross_entropy.data != NULL || rows->entropy.data != NULL ? SKL_ROW_ENTROPIES : 0U) |
                 (rows->mass.data != NULL ? SKL_ROW_MASS : 0U),
         .gradients = skl_gradient_bits(&call->gradients) | (dv ? SKL_DV_S : 0U),
-        .lse_given = call->inputs.lse_t.data != NULL,
+        .stats = of_stats ? skl_stats_bits(call->stats) : 0U,
+        .lse_given = (of_stats ? call->inputs.lse_s.data : call->inputs.lse_t.data) != NULL,
         .key_lengths = call->inputs.key_lengths != NULL,
         .keys = skl_min(p->len_k, call->keys.end) - skl_max(0, call->keys.begin)};
     return request;
@@ -117,7 +122,7 @@ skl_cuda_request skl_cuda_request_of(const skl_problem *p, const skl_call *call)
 
 skl_cuda_request skl_cuda_normal_request(const skl_problem *p, skl_cuda_request request)
 {
-    if (skl_has_teacher_groups(p))
+    if (skl_has_teacher_groups(p) || request.op == SKL_OP_ATTENTION_STATS)
         return request;
     request.lse_given = 0;
     request.rows = request.op == SKL_OP_BACKWARD    ? 0

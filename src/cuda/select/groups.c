@@ -2,6 +2,7 @@
 #include "cuda/select/choice.h"
 
 #include "base/problem.h"
+#include "base/stats.h"
 
 /* ---- LSEs of a side ------------------------------------------------------------------------------------------- */
 
@@ -24,9 +25,7 @@ skl_cuda_halves skl_cuda_halves_of(const skl_problem *p, bool of_teacher)
     return halves;
 }
 
-/* A forward of all heads of a side, by the best kernel of this GPU, even if the plan's kernel is for older ones. If
- * the caller named a kernel, it is one of that kernel's architecture. */
-static void add_lse(const choice *s, bool of_teacher, const char *reason)
+void skl_select_add_lse(const choice *s, bool of_teacher, const char *reason)
 {
     const skl_cuda_halves halves = skl_cuda_halves_of(s->problem, of_teacher);
     const skl_cuda_request request = {.op = SKL_OP_FORWARD,
@@ -41,15 +40,22 @@ static void add_lse(const choice *s, bool of_teacher, const char *reason)
     forward.capped = skl_select_is_capped(&halves.problem);
     forward.gradients = false;
     const int capability = s->target->named ? s->kernel->capability : s->device->capability;
+    const bool general = (s->layout->aligned & tensors) != tensors || !s->some_keys;
     forward.kernel = skl_cuda_find_kernel(&halves.problem, capability, forward.work, NULL);
-    if (forward.kernel->tma && (s->layout->tma & tensors) != tensors)
+    if (general || forward.kernel->two_terms)
+        forward.kernel = &skl_cuda_general;
+    else if (forward.kernel->tma && (s->layout->tma & tensors) != tensors)
         forward.kernel = skl_select_without_tma(&halves.problem);
     forward.reason = reason;
     skl_cuda_launch *const launch = &s->launches->at[s->launches->count];
-    const bool in_workspace = of_teacher && (s->request->rows & SKL_ROW_LSE_T) == 0;
+    const bool stats = s->request->op == SKL_OP_ATTENTION_STATS;
+    const bool in_workspace = stats        ? (s->request->stats & SKL_STATS_LSE) == 0
+                              : of_teacher ? (s->request->rows & SKL_ROW_LSE_T) == 0
+                                           : false;
     const int64_t rows = s->problem->packed ? s->problem->total_q : s->problem->batch * s->problem->len_q;
+    const int64_t heads = of_teacher ? s->problem->heads_t : s->problem->heads_s;
     if (in_workspace)
-        s->launches->lse_at = skl_select_keep(s, (size_t)(rows * s->problem->heads_t) * sizeof(float));
+        s->launches->lse_at = skl_select_keep(s, (size_t)(rows * heads) * sizeof(float));
     skl_select_add_forward(&forward);
     launch->step = of_teacher ? "lse_t" : "lse_s";
     launch->halves = true;
@@ -62,7 +68,7 @@ static void add_lse(const choice *s, bool of_teacher, const char *reason)
 static skl_cuda_launch *add_rows_launch(const choice *s, const char *variant)
 {
     if (!s->request->lse_given)
-        add_lse(s, true, "inputs.lse_t is not given");
+        skl_select_add_lse(s, true, "inputs.lse_t is not given");
     skl_cuda_launch *const launch = skl_select_add(s, "forward", s->kernel, s->kernel->forward, variant, s->reason);
     launch->lse_computed = !s->request->lse_given;
     return launch;
@@ -162,9 +168,9 @@ static void add_rows(const choice *s, bool dots)
 {
     if (!dots && wants_only_lses(s)) {
         if (s->request->rows & SKL_ROW_LSE_T)
-            add_lse(s, true, "no KL is wanted: LSEs only");
+            skl_select_add_lse(s, true, "no KL is wanted: LSEs only");
         if (s->request->rows & SKL_ROW_LSE_S)
-            add_lse(s, false, "no KL is wanted: LSEs only");
+            skl_select_add_lse(s, false, "no KL is wanted: LSEs only");
     } else if (s->kernel->gradients == NULL) {
         s->kernel->general ? skl_select_add_forward(s) : add_tiled_rows(s);
     } else if (s->kernel->does & SKL_DOES_TEACHER) {

@@ -109,6 +109,12 @@ void skl_cuda_select(const skl_problem *p, const skl_cuda_target *target, const 
                 .rows = has_rows(request),
                 .gradients = skl_op_has_gradients(request->op),
                 .capped = skl_select_is_capped(p)};
+    if (request->op == SKL_OP_ATTENTION_STATS) {
+        s.kernel = target->kernel;
+        skl_select_stats(&s);
+        lay_out_workspace(launches);
+        return;
+    }
     skl_select_fit(&s);
     if (p->packed)
         skl_select_add(&s, "tails", &skl_cuda_general, skl_cuda_clear_tails, SKL_VARIANT_CLEAR,

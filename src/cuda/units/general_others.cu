@@ -6,3 +6,4 @@
 #include "cuda/common/row_kernels.cu"
 #include "cuda/common/sink_kernels.cu"
 #include "cuda/common/two_term_rows.cu"
+#include "cuda/common/stats_rows.cu"

@@ -1,0 +1,78 @@
+#include "cli/common/cli.h"
+#include "cli/common/resident.h"
+#include "cli/stats/stats.h"
+
+#include <stdlib.h>
+
+static int64_t key_length(const skl_problem *p)
+{
+    return p->packed ? p->total_k : p->len_k;
+}
+
+static float *allocate(int64_t count, const char *name)
+{
+    float *const data = resident_allocate((size_t)count * sizeof(float));
+    if (data == NULL)
+        cli_fail(CLI_NO_MEMORY, "out of memory: %s needs %zu bytes", name, (size_t)count * sizeof(float));
+    return data;
+}
+
+/* Bucket n has distances below 2^n: the last one begins before the longest distance. */
+static int32_t buckets_for(const skl_problem *p)
+{
+    const int64_t longest = p->len_k > p->len_q ? p->len_k : p->len_q;
+    int32_t count = 1;
+    while (count < 40 && (longest - 1) >> (count - 1) > 0)
+        count++;
+    return count;
+}
+
+static void allocate_results(stats_results *results, const skl_problem *p)
+{
+    const int64_t rows = kl_row_count(p, p->heads_s), keys = kl_row_batches(p) * results->sum_heads * key_length(p);
+    const int64_t heads = p->batch * p->heads_s;
+    results->key_sum = allocate(keys, "key_sum");
+    results->key_max = allocate(keys, "key_max");
+    results->lse = allocate(rows, "lse");
+    results->entropy = allocate(rows, "entropy");
+    results->max_logit = allocate(rows, "max_logit");
+    results->expected_distance = allocate(rows, "expected_distance");
+    results->head_max_logit = allocate(heads, "head_max_logit");
+    results->distance_mass = allocate(heads * results->buckets, "distance_mass");
+}
+
+void stats_compute(stats_results *results, const kl_inputs *inputs, const stats_request *request)
+{
+    const skl_problem *const p = &inputs->problem;
+    results->sum_heads = request->per_key_head ? p->key_heads_s : p->heads_s;
+    results->buckets = buckets_for(p);
+    runner_open(&results->runner, p, &request->input.options);
+    allocate_results(results, p);
+    const int64_t rows = kl_row_length(p);
+    const skl_stats stats = {
+        .struct_size = sizeof stats,
+        .row_begin = request->rows[0],
+        .row_end = request->rows[1],
+        .per_key_head = request->per_key_head,
+        .key_sum = skl_output_contiguous(results->key_sum, results->sum_heads, key_length(p), 1),
+        .key_max = skl_output_contiguous(results->key_max, results->sum_heads, key_length(p), 1),
+        .lse = skl_output_contiguous(results->lse, p->heads_s, rows, 1),
+        .entropy = skl_output_contiguous(results->entropy, p->heads_s, rows, 1),
+        .max_logit = skl_output_contiguous(results->max_logit, p->heads_s, rows, 1),
+        .expected_distance = skl_output_contiguous(results->expected_distance, p->heads_s, rows, 1),
+        .head_max_logit = results->head_max_logit,
+        .distance_mass = results->distance_mass,
+        .distance_count = results->buckets,
+    };
+    results->seconds = runner_stats(&results->runner, &inputs->tensors, &stats);
+}
+
+void stats_results_free(stats_results *results)
+{
+    float *const all[] = {results->key_sum,        results->key_max,      results->lse,
+                          results->entropy,        results->max_logit,    results->expected_distance,
+                          results->head_max_logit, results->distance_mass};
+    for (size_t n = 0; n < sizeof all / sizeof all[0]; n++)
+        free(all[n]);
+    runner_close(&results->runner);
+}

@@ -1,0 +1,256 @@
+/* skl_attention_stats: the case table and random cases on every kernel against the oracle, properties that hold
+ * whatever the oracle says, and what it refuses. */
+#include "runner.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "case_words.h"
+#include "device.h"
+#include "edit.h"
+#include "stats_check.h"
+
+/* The oracle keeps the whole matrix. */
+enum { PAIRS_MAX = 4 * MILLION };
+
+static int is_small(const test_case *c)
+{
+    const skl_problem p = case_problem(c);
+    return p.batch * p.heads_s * p.len_q * p.len_k <= PAIRS_MAX;
+}
+
+/* ---- Against the oracle ---------------------------------------------------------------------------------------- */
+
+static int check_kernel(const stats_setup *setup, stats_kind kind, const char *kernel, int32_t threads)
+{
+    char label[160];
+    snprintf(label, sizeof label, "%s: %s: statistics %d", setup->f->test_case->name, kernel, (int)kind);
+    skl_problem problem = setup->f->problem;
+    problem.gradients = 0;
+    skl_plan *const plan = test_plan(&problem, kernel, threads);
+    stats_results results = stats_results_create(setup);
+    const uint32_t bits = stats_requested(setup, kind);
+    const skl_stats stats = stats_of(setup, &results, bits);
+    const int wrong = stats_run(plan, setup, &stats) ? stats_mismatch(setup, &results, bits, label) : 0;
+    stats_results_destroy(&results);
+    skl_plan_destroy(plan);
+    return wrong;
+}
+
+static void test_one_case(void **state)
+{
+    const test_case *const c = *state;
+    fixture f;
+    fixture_create(&f, c);
+    int wrong = 0;
+    for (int kind = STATS_PLAIN; kind < STATS_KINDS; kind++) {
+        stats_setup setup = stats_setup_create(&f, (stats_kind)kind);
+        for (int32_t n = 0; case_kernel(c, n) != NULL; n++)
+            wrong += check_kernel(&setup, (stats_kind)kind, case_kernel(c, n), 1 + kind);
+        stats_setup_destroy(&setup);
+    }
+    fixture_destroy(&f);
+    assert_int_equal(wrong, 0);
+}
+
+/* ---- Order ----------------------------------------------------------------------------------------------------- */
+
+static const test_case ordered[] = {
+    {"ordered", SHAPE(2, 400, 500), HEADS(4, 4), KEY_HEADS(2, 2), DIMS(24, 24), CAUSAL},
+    {"ordered, bf16", SHAPE(2, 1100, 1000), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16)},
+};
+
+/* Every result has one writer and sums have one order: bits depend neither on threads nor on the run. */
+static void test_bits_are_the_same_in_every_run(void **state)
+{
+    fixture f;
+    fixture_create(&f, *state);
+    stats_setup setup = stats_setup_create(&f, STATS_WEIGHTED);
+    stats_results one = stats_results_create(&setup), many = stats_results_create(&setup);
+    const uint32_t bits = stats_requested(&setup, STATS_WEIGHTED);
+    for (int32_t threads = 1; threads <= 9; threads += 4) {
+        skl_plan *const plan = test_plan(&f.problem, NULL, threads);
+        const stats_results *const results = threads == 1 ? &one : &many;
+        const skl_stats stats = stats_of(&setup, results, bits);
+        assert_true(stats_run(plan, &setup, &stats));
+        skl_plan_destroy(plan);
+        if (threads > 1)
+            assert_null(stats_difference(&one, &many));
+    }
+    stats_results_destroy(&one);
+    stats_results_destroy(&many);
+    stats_setup_destroy(&setup);
+    fixture_destroy(&f);
+}
+
+/* ---- Refusals ---------------------------------------------------------------------------------------------------
+ */
+
+/* A statistics call with all results, which an edit makes invalid. */
+typedef struct refusal {
+    edit edits[2];
+    const char *message;
+} refusal;
+
+/* clang-format off */
+#define SET(member, to) SET_IN(skl_stats, member, to)
+static const refusal refusals[] = {
+    {{SET(struct_size, 8)}, "stats.struct_size=8: must be the sizeof of the struct, "},
+    {{SET(row_begin, INT64_MIN)}, "stats.row_begin=-9223372036854775808: must be "},
+    {{SET(row_end, INT64_MAX)}, "stats.row_end=9223372036854775807: must be "},
+    {{SET(per_key_head, 2)}, "stats.per_key_head=2: must be 0..1"},
+    {{SET(distance_count, 0)}, "stats.distance_count=0: must be 1..64"},
+    {{SET(distance_count, 65)}, "stats.distance_count=65: must be 1..64"},
+    {{SET(distance_mass, 0), SET(distance_count, -1)}, "stats.distance_count=-1: must be 0..64"},
+    {{SET(range_count, 0)}, "stats.range_count=0: must be 1..64"},
+    {{SET(range_count, 65)}, "stats.range_count=65: must be 1..64"},
+    {{SET(key_ranges, 0)}, "stats.key_ranges=NULL: must be given: range_mass and range_sum need it"},
+    {{SET(top_k, 0)}, "stats.top_k=0: must be 1..64"},
+    {{SET(top_k, 65)}, "stats.top_k=65: must be 1..64"},
+    {{SET(top_keys.data, 0), SET(top_k, 0)}, "stats.top_k=0: must be 1..64"},
+    {{SET(chosen_count, 0)}, "stats.chosen_count=0: must be 1..2147483647"},
+    {{SET(chosen_rows, 0)}, "stats.chosen_rows=NULL: must be given: weights need it"},
+    {{SET(chosen_count, INT32_MAX)}, "overlap: "},
+    {{SET(key_sum.stride_row, -1)}, "stats.key_sum.stride_row=-1: must be at least 0"},
+    {{SET(entropy.stride_row, 0)}, "stats.entropy.stride_row=0: elements of an output overlap; must be at least 1"},
+    {{COPY_IN(skl_stats, entropy, lse)}, " overlap: an output must not share memory with another tensor"},
+    {{COPY_IN(skl_stats, head_max_logit, distance_mass)}, " overlap: an output must not share memory"},
+    {{ADD_IN(skl_stats, top_p.data, 1)}, "must be aligned to its element size, 4 bytes"},
+};
+/* clang-format on */
+
+/* A range and a row that the CPU refuses; a GPU cannot see them. */
+static void refuse_values(const skl_plan *plan, const stats_setup *setup, const skl_stats *stats)
+{
+    const struct {
+        const test_memory *memory;
+        int at;
+        int32_t value;
+        const char *message;
+    } values[] = {{&setup->ranges, 0, -1, "stats.key_ranges[0, 0]=-1.."},
+                  {&setup->ranges, 1, 501, "..501: must be 0 <= begin <= end <= 500, the keys of the sequence"},
+                  {&setup->ranges, 0, INT32_MAX, "stats.key_ranges[0, 0]=2147483647.."},
+                  {&setup->rows, 0, -2, "stats.chosen_rows[0, 0]=-2: must be -1 (none) or a row of the sequence"},
+                  {&setup->rows, 0, 400, "stats.chosen_rows[0, 0]=400: must be -1 (none) or a row of the sequence"}};
+    test_memory workspace =
+        memory_create(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), SKL_WORKSPACE_ALIGNMENT);
+    for (size_t n = 0; n < COUNT_OF(values); n++) {
+        int32_t *const value = (int32_t *)(void *)values[n].memory->data + values[n].at;
+        const int32_t valid = *value;
+        *value = values[n].value;
+        assert_refused(skl_attention_stats(plan, &setup->inputs, stats, workspace.data, workspace.size, NULL),
+                       SKL_ERROR_ARGUMENT, values[n].message);
+        *value = valid;
+    }
+    memory_destroy(&workspace);
+}
+
+static void test_invalid_arguments_are_refused(void **state)
+{
+    (void)state;
+    fixture f;
+    fixture_create(&f, &ordered[0]);
+    stats_setup setup = stats_setup_create(&f, STATS_PLAIN);
+    stats_results results = stats_results_create(&setup);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 1);
+    const skl_stats valid = stats_of(&setup, &results, ALL_STATS);
+    const skl_inputs *const in = &setup.inputs;
+    for (size_t n = 0; n < COUNT_OF(refusals); n++) {
+        skl_stats stats = valid;
+        edit_apply(&stats, refusals[n].edits, COUNT_OF(refusals[n].edits));
+        assert_refused(skl_attention_stats(plan, in, &stats, NULL, 0, NULL), SKL_ERROR_ARGUMENT, refusals[n].message);
+    }
+    assert_refused(skl_attention_stats(NULL, in, &valid, NULL, 0, NULL), SKL_ERROR_ARGUMENT, "plan=NULL");
+    assert_refused(skl_attention_stats(plan, NULL, &valid, NULL, 0, NULL), SKL_ERROR_ARGUMENT, "inputs=NULL");
+    assert_refused(skl_attention_stats(plan, in, NULL, NULL, 0, NULL), SKL_ERROR_ARGUMENT, "stats=NULL");
+    skl_inputs given = *in;
+    given.lse_s = tensor_input(&results.tensors[2]);
+    assert_refused(skl_attention_stats(plan, &given, &valid, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
+                   "stats.lse given: must be NULL if lse_s is given");
+    given = *in;
+    given.k_s.data = NULL;
+    assert_refused(skl_attention_stats(plan, &given, &valid, NULL, 0, NULL), SKL_ERROR_ARGUMENT, "k_s=NULL");
+    if (skl_plan_supports(plan, SKL_OP_ATTENTION_STATS))
+        assert_refused(skl_attention_stats(plan, in, &valid, NULL, 0, NULL), SKL_ERROR_WORKSPACE, "workspace=NULL");
+    if (test_device() == SKL_CPU)
+        refuse_values(plan, &setup, &valid);
+    skl_plan_destroy(plan);
+    stats_results_destroy(&results);
+    stats_setup_destroy(&setup);
+    fixture_destroy(&f);
+}
+
+static void test_indexers_have_no_statistics(void **state)
+{
+    (void)state;
+    skl_problem problem = skl_problem_default();
+    problem.dim_t = problem.dim_s = 4;
+    problem.student = SKL_STUDENT_INDEXER;
+    problem.index_heads = 1;
+    skl_plan *const plan = test_plan(&problem, NULL, 1);
+    assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), 0);
+    assert_false(skl_plan_supports(plan, SKL_OP_ATTENTION_STATS));
+    assert_non_null(strstr(skl_last_error(), "student=1: skl_attention_stats needs SKL_STUDENT_ATTENTION"));
+    skl_plan_destroy(plan);
+}
+
+/* ---- Explanation ------------------------------------------------------------------------------------------------
+ */
+
+static void test_the_passes_of_a_cpu_are_explained(void **state)
+{
+    (void)state;
+    if (test_device() != SKL_CPU)
+        skip();
+    fixture f;
+    fixture_create(&f, &ordered[0]);
+    skl_plan *const plan = test_plan(&f.problem, "cpu_portable", 1);
+    char text[1024];
+    assert_true(skl_plan_explain(plan, NULL, SKL_OP_ATTENTION_STATS, text, sizeof text) < sizeof text);
+    assert_non_null(strstr(text, "statistics of rows: cpu_portable, 1 thread, "));
+    assert_non_null(strstr(text, "a product of its own computes the LSEs)\nstatistics of keys: cpu_portable, "));
+    skl_inputs inputs = f.inputs;
+    inputs.q_t.data = inputs.k_t.data = NULL;
+    inputs.lse_s = tensor_input(&f.grad_kl);
+    assert_true(skl_plan_explain(plan, &inputs, SKL_OP_ATTENTION_STATS, text, sizeof text) < sizeof text);
+    assert_non_null(strstr(text, "lse_s is given, so probabilities are exact at once"));
+    skl_plan_destroy(plan);
+    fixture_destroy(&f);
+}
+
+int main(void)
+{
+    const int64_t sample = test_environment("SKL_TEST_SAMPLE", 1), work = test_environment("SKL_TEST_WORK", 1000);
+    const size_t random_count = (size_t)(test_environment("SKL_TEST_RANDOM", 40) / sample);
+    random_case *const drawn = calloc(2 * random_count + 1, sizeof *drawn);
+    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 5, sizeof *tests);
+    if (drawn == NULL || tests == NULL)
+        return 2;
+    size_t count = 0, small = 0;
+    for (size_t n = 0; n < COUNT_OF(ordered); n++)
+        tests[count++] = (struct CMUnitTest){ordered[n].name, test_bits_are_the_same_in_every_run, NULL, NULL,
+                                             (void *)(uintptr_t)&ordered[n]};
+    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_invalid_arguments_are_refused);
+    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_indexers_have_no_statistics);
+    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_the_passes_of_a_cpu_are_explained);
+    for (size_t n = 0; n < test_case_count; n++) {
+        const test_case *const c = &test_cases[n];
+        if (c->index_heads > 0 || !is_small(c) || case_work(c) > work * MILLION || small++ % (size_t)sample != 0)
+            continue;
+        tests[count++] = (struct CMUnitTest){c->name, test_one_case, NULL, NULL, (void *)(uintptr_t)c};
+    }
+    for (size_t n = 0; n < 2 * random_count; n++) {
+        if (n % 2)
+            case_draw(&drawn[n], (int64_t)n);
+        else
+            case_draw_wide(&drawn[n], (int64_t)n, n % 10 == 0);
+        const test_case *const c = &drawn[n].test_case;
+        if (c->index_heads == 0 && is_small(c))
+            tests[count++] = (struct CMUnitTest){drawn[n].name, test_one_case, NULL, NULL, (void *)(uintptr_t)c};
+    }
+    const int failures = test_run("stats", tests, test_shard(tests, count));
+    free(tests);
+    free(drawn);
+    return failures;
+}
