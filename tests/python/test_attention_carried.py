@@ -53,6 +53,17 @@ def test_compiled_code_apart(monkeypatch):
     check_compiled(**CASES["gqa"])
 
 
+def test_compiled_code_takes_other_lengths():
+    def loss(call):
+        out, handle = call.attention(inject=False)
+        return (out * call.upstream).sum() + handle.loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in 24, 31:
+        call = Call(causal=True, sizes=(2, length, length))
+        assert_near(compiled(call).detach(), loss(call).detach().double(), 1e-6)
+
+
 def test_operator_passes_opcheck():
     call = Call(causal=True)
     lengths, options = streamkl._options.translate(
