@@ -19,6 +19,7 @@ from ._explain import explain, explain_indexer
 from ._library import library as _load_library
 from ._attention_kl import attention_kl
 from ._carried import CarriedKL, attention
+from . import _traced_attention  # registers its operators
 from .indexer import IndexerRows, indexer_kl
 from . import losses
 from .losses import AttentionKLLoss, IndexerKLLoss

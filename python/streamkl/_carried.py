@@ -13,7 +13,7 @@ import torch
 from . import _library as lib
 from ._attention_kl import expand_weight
 from ._call import plan_for, specs_of
-from ._mean import attends_everywhere, nonzero, total_weight
+from ._mean import attends_everywhere, nonzero, total_weight, weighted
 from ._ops import BOTH_LSES, Operators, carries_kl, supports
 from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_tensors, translate, with_options
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
@@ -29,7 +29,7 @@ class Term:
     q_t: torch.Tensor
     k_t: torch.Tensor
     lse_t: torch.Tensor | None  # None: not known yet
-    kl_weight: torch.Tensor  # f32, of one element
+    kl_weight: float | torch.Tensor  # a tensor is f32, of one element
     row_weight: torch.Tensor | None  # f32, [batch, heads_s, len_q] or packed [heads_s, total_q]
     is_mean: bool
     lengths: Lengths
@@ -37,7 +37,8 @@ class Term:
     with_value: bool = True  # the KL of each row is still to be computed
     # The lengths are those of packed sequences, in which the rows of the batch follow each other.
     packs_batch: bool = False
-    _weights: torch.Tensor | None = None  # see weights()
+    plan: lib.Plan | None = None  # of the attention and its KL, if the call has looked it up
+    _weights: float | torch.Tensor | None = None  # see weights()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, length, ...] as [heads, batch * length, ...]."""
@@ -51,8 +52,8 @@ class Term:
         """Bits of _library. Gradients of KL(S || P) need the KL."""
         return lib.KL if self.with_value or self.options.direction == KL_REVERSE else 0
 
-    def weights(self, lse_s: torch.Tensor) -> torch.Tensor:
-        """The factor of each KL in the loss: one number, or one per row. Computed once."""
+    def weights(self, lse_s: torch.Tensor) -> float | torch.Tensor:
+        """The factor of each KL in the loss: a number, a tensor of one element, or one per row. Computed once."""
         if self._weights is not None:
             return self._weights
         weight = self.kl_weight if self.row_weight is None else self.kl_weight * self.row_weight
@@ -74,11 +75,16 @@ class Slot:
         self.kl: torch.Tensor | None = None  # the KL of each row, once it is known
         self._value: torch.Tensor | None = None
 
-    def know(self, kl: torch.Tensor, weight: torch.Tensor) -> None:
+    def know(self, kl: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Keeps the KL of each row. `weight`: the factor of each KL in the loss."""
         assert self.term is not None
-        weight = self.term.unpacked(weight, kl.shape[0]) if weight.dim() else weight
-        self.kl, self._value = kl, torch.where(weight == 0, 0.0, kl * weight).sum()
+        self.kl = kl
+        if not isinstance(weight, torch.Tensor):
+            self._value = kl.sum() * weight if weight != 0 else kl.new_zeros(())
+        elif weight.dim() == 0:
+            self._value = weighted(kl.sum(), weight)
+        else:
+            self._value = weighted(kl, self.term.unpacked(weight, kl.shape[0])).sum()
 
     def finish(self) -> None:
         """Frees the teacher."""
@@ -119,7 +125,7 @@ class Carried(torch.autograd.Function):
     def forward(ctx, q, k, v, slot: Slot, compute: Callable):
         ctx.slot, ctx.compute = slot, compute
         made = _Forward(*compute(q, k, v)) if slot.term is None else _forward(slot, slot.term, compute, q, k, v)
-        ctx.graph, ctx.of_kl = made.graph, made.of_kl
+        ctx.graph, ctx.of_kl, ctx.carries = made.graph, made.of_kl, made.carries
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, made.output, made.lse)
         # Not the tensor that the slot keeps: as an output it would refer to the graph.
@@ -138,18 +144,18 @@ class Carried(torch.autograd.Function):
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if ctx.graph is not None:
             own = ctx.graph.gradients(grad_output)
-            made = own if scale is None else _added(own, [each * scale for each in ctx.of_kl])
+            made = own if scale is None else added(own, ctx.of_kl, scale)
             slot.finish()
         elif term is None or scale is None:
-            made = _Graph(ctx.compute, term, q, k, v).gradients(grad_output)
+            made = Graph(ctx.compute, term, q, k, v).gradients(grad_output)
         else:
             operands, weight = _operands(term, q, k, lse, scale)
-            if carries_kl(operands):
-                *rows, dq, dk, dv = _in_one_call(operands, term, v, output, grad_output)
+            if ctx.carries or carries_kl(operands):
+                *rows, dq, dk, dv = in_one_call(operands, term, v, output, grad_output)
             else:
-                own = _Graph(ctx.compute, term, q, k, v).gradients(grad_output)
-                *rows, dq, dk = _one_pass(operands, term, q.shape[0])
-                dq, dk, dv = _added(own, [dq, dk])
+                own = Graph(ctx.compute, term, q, k, v).gradients(grad_output)
+                *rows, dq, dk = one_pass(operands, term, q.shape[0])
+                dq, dk, dv = added(own, [dq, dk], 1.0)
             if rows and slot.kl is None:
                 slot.know(rows[0], weight)
             slot.finish()
@@ -158,7 +164,7 @@ class Carried(torch.autograd.Function):
         return *made, None, None
 
 
-class _Graph:
+class Graph:
     """torch's attention, with the graph of its own backward."""
 
     def __init__(self, compute, term: Term | None, q, k, v) -> None:
@@ -176,8 +182,9 @@ class _Graph:
 class _Forward(NamedTuple):
     output: torch.Tensor
     lse: torch.Tensor | None  # the student's LSE
-    graph: _Graph | None = None  # apart: the attention's own
+    graph: Graph | None = None  # apart: the attention's own
     of_kl: list[torch.Tensor] | None = None  # apart: gradients of q and k
+    carries: bool = False  # one call gives the gradients of both
 
 
 def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
@@ -187,16 +194,17 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
     torch's attention, a forward of the KL if its value is wanted, and the same backward
     torch's attention with its own backward, and a one-pass call
     """
-    plan = plan_for(specs_of(q_t=term.q_t, k_t=term.k_t, q_s=q, k_s=k, v_s=v, **term.lengths._asdict()), term.options)
+    plan = term.plan or _plan_of(term.q_t, term.k_t, q, k, v, None, term.lengths, term.options)
     carries = supports(plan, lib.ATTENTION_BACKWARD)
     needs_rows = term.with_value or term.lse_t is None
     if carries and needs_rows and supports(plan, lib.ATTENTION_FORWARD):
         kl, lse_t, lse, output = Operators.attention_forward(
             term.q_t, term.k_t, q, k, v, lib.KL | BOTH_LSES, *term.lengths, *term.options
         )
-        made = _Forward(output, lse)
+        made = _Forward(output, lse, carries=True)
     elif carries:
-        made = _Forward(*compute(q, k, v))
+        output, lse = compute(q, k, v)
+        made = _Forward(output, lse, carries=True)
         if not term.with_value:
             return made
         kl, lse_t, lse = Operators.forward(
@@ -214,10 +222,10 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
             *term.options,
         )
     else:
-        graph = _Graph(compute, term, q, k, v)
+        graph = Graph(compute, term, q, k, v)
         lse = None if graph.lse is None else graph.lse.detach()
         operands, weight = _operands(term, q, k, lse, 1.0)
-        *rows, dq, dk = _one_pass(operands, term, q.shape[0])
+        *rows, dq, dk = one_pass(operands, term, q.shape[0])
         if term.with_value:
             slot.know(rows[0], weight)
         return _Forward(graph.output.detach(), lse, graph, [dq, dk])
@@ -228,13 +236,14 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
     return made
 
 
-def _added(own, of_kl):
-    """The gradients of an attention and of its KL, whose sum is rounded once."""
-    dq, dk = ((each + more).to(each.dtype) for each, more in zip(own, of_kl))
-    return dq, dk, own[2]
+def added(own, of_kl, scale):
+    """The gradients of an attention, and those of its KL times `scale`: one launch per sum, which rounds it once."""
+    for each, more in zip(own, of_kl):
+        each.add_(more if isinstance(scale, float) and scale == 1.0 else more * scale)
+    return own
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """What a call of the library takes: packed where the lengths of the term are those of packed sequences."""
 
     q_t: torch.Tensor
@@ -248,7 +257,7 @@ class _Operands(NamedTuple):
     options: Any
 
 
-def _operands(term: Term, q, k, lse_s, scale) -> tuple[_Operands, torch.Tensor]:
+def _operands(term: Term, q, k, lse_s, scale) -> tuple[Operands, float | torch.Tensor]:
     """The operands, whose weights are those of the term times `scale`, and the weights. Computes LSEs that are not known."""
     q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
     lse_t = term.lse_t
@@ -258,11 +267,15 @@ def _operands(term: Term, q, k, lse_s, scale) -> tuple[_Operands, torch.Tensor]:
         )
         lse_t, lse_s = computed_t if lse_t is None else lse_t, computed_s if lse_s is None else lse_s
     weight = term.weights(lse_s)
-    scaled = (weight * scale).expand(lse_s.shape)
-    return _Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, scaled, term.lengths, term.options), weight
+    scaled = weight * scale
+    if not isinstance(scaled, torch.Tensor):
+        # Filled in on the device: a copy from the host would wait for all that is queued there.
+        scaled = lse_s.new_full((), scaled, dtype=torch.float32)
+    scaled = scaled.expand(lse_s.shape)
+    return Operands(term.q_t, term.k_t, q, k, lse_t, lse_s, scaled, term.lengths, term.options), weight
 
 
-def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
+def in_one_call(operands: Operands, term: Term, v, output, grad_output):
     """[kl, dq, dk, dv], or without the KL"""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     of_values = map(term.packed, (v, output, grad_output))
@@ -272,7 +285,7 @@ def _in_one_call(operands: _Operands, term: Term, v, output, grad_output):
     return [term.unpacked(each, v.shape[0]) for each in made]
 
 
-def _one_pass(operands: _Operands, term: Term, batch: int):
+def one_pass(operands: Operands, term: Term, batch: int):
     """[kl, dq, dk] of the KL alone, or without the KL. Gradients are f32."""
     q_t, k_t, q_s, k_s, lse_t, lse_s, weight, lengths, options = operands
     options = options._replace(gradients=DQ_S | DK_S, grad_f32=True)
@@ -290,7 +303,6 @@ def term_of(q_t, k_t, q_s, k_s, lse_t, direction, *, row_weight, with_value, pac
 
 
 @with_options(CarriedOptions)
-@torch._disable_dynamo  # the backward reads and frees the slot: a side effect that no graph has
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -340,30 +352,37 @@ def attention(
     check_flags(inject=inject, kl_value=kl_value)
     q, k, v = map(as_autocast, (q, k, v))
     lengths, options = translate(CarriedOptions, GRADIENTS, {"reduction": reduction, **options})
-    check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
     weights = _weights(q, kl_weight, row_weight, lengths, options)
     lse_t = None if lse_t is None else lse_t.detach()
-    teacher = q_t.detach(), k_t.detach(), lse_t
-    slot = Slot(inject, Term(*teacher, *weights, reduction == "mean", lengths, options, kl_value))
+    term = Term(q_t.detach(), k_t.detach(), lse_t, *weights, reduction == "mean", lengths, options, kl_value)
+    slot = Slot(inject, term)
+    if torch.compiler.is_compiling():
+        from ._traced_attention import traced_attention
+
+        return traced_attention(q, k, v, slot, term)
+    term.plan = check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
     out, loss = Carried.apply(q, k, v, slot, lambda q, k, v: attend(q, k, v, lengths, options))
     return out, CarriedKL(loss, slot)
 
 
-def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> None:
-    """The rules of the operator, at once and not in the backward."""
+def _plan_of(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
+    return plan_for(specs_of(q_t=q_t, k_t=k_t, q_s=q, k_s=k, v_s=v, lse_t=lse_t, **lengths._asdict()), options)
+
+
+def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
+    """The plan. Its rules are checked here, and not in the backward."""
     try:
-        plan_for(specs_of(q_t=q_t, k_t=k_t, q_s=q, k_s=k, v_s=v, lse_t=lse_t, **lengths._asdict()), options)
+        return _plan_of(q_t, k_t, q, k, v, lse_t, lengths, options)
     except ValueError as error:
         raise ValueError(re.sub(r"\b(q|k|v|dim)_s\b", r"\1", str(error))) from None  # by the names of this function
 
 
-def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weights of a term, f32."""
+def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[float | torch.Tensor, torch.Tensor | None]:
+    """The weights of a term; tensors are f32."""
     is_tensor = isinstance(kl_weight, torch.Tensor)
     if kl_weight.numel() != 1 or kl_weight.requires_grad if is_tensor else not isinstance(kl_weight, (float, int)):
         raise ValueError(
             "kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows"
         )
-    # A number is filled in on the device: a copy from the host would wait for all that is queued there.
-    weight = kl_weight.to(q.device, torch.float32) if is_tensor else q.new_full((), kl_weight, dtype=torch.float32)
-    return weight.reshape(()), None if row_weight is None else expand_weight(row_weight, q, lengths, options)
+    weight = kl_weight.to(q.device, torch.float32).reshape(()) if is_tensor else float(kl_weight)
+    return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options)

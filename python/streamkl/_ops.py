@@ -31,7 +31,7 @@ from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options
 
 TENSOR_COUNT, LENGTH_COUNT, OPTION_COUNT = len(TENSORS), len(Lengths._fields), len(Options._fields)
 _TENSORS = ", ".join(f"Tensor{'' if place < 4 else '?'} {name}" for place, name in enumerate(TENSORS))
-_LENGTHS = ", ".join(f"Tensor? {name}" for name in Lengths._fields)
+LENGTHS_SCHEMA = ", ".join(f"Tensor? {name}" for name in Lengths._fields)
 TAGS = (
     torch.Tag.pt2_compliant_tag,
     # A gradient has the strides of its tensor: a compiler must pass the strides that the fake kernel saw.
@@ -48,7 +48,7 @@ class Operator:
 
     def __init__(self, name: str, op: int, own: str, tensors: str = _TENSORS, result: str = "Tensor[]") -> None:
         torch.library.define(
-            f"streamkl::{name}", f"({tensors}, {own}, {_LENGTHS}, {OPTIONS_SCHEMA}) -> {result}", tags=TAGS
+            f"streamkl::{name}", f"({tensors}, {own}, {LENGTHS_SCHEMA}, {OPTIONS_SCHEMA}) -> {result}", tags=TAGS
         )
         self.overload, self.op = getattr(torch.ops.streamkl, name).default, op
         names = [argument.name for argument in self.overload._schema.arguments]

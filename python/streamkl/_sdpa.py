@@ -121,11 +121,13 @@ def _flash(q, k, v, lengths, options, scale, packed):
     _, _, len_q = sizes(q.shape, packed, options.heads_first)
     _, _, len_k = sizes(k.shape, packed, options.heads_first)
     left, right = options.window_left, 0 if options.causal else options.window_right
+    # With a longest sequence of 1, torch moves query heads into the length, and fails for several sequences.
+    longest_q = options.max_seqlen_q if options.max_seqlen_q >= 0 else len_q
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         *length_first,
         lengths.cu_seqlens_q,
         lengths.cu_seqlens_k,
-        options.max_seqlen_q if options.max_seqlen_q >= 0 else len_q,
+        max(2, longest_q) if packed else longest_q,
         options.max_seqlen_k if options.max_seqlen_k >= 0 else len_k,
         0.0,
         options.causal,
@@ -150,5 +152,6 @@ def _with_matrices(q, k, v, lengths, options, scale):
         layout="bhnd",
         **lengths._asdict(),
     )
-    output = output.to(q.dtype)
+    # In the strides of q: the output of one query would have rows one element apart, which no kernel takes.
+    output = torch.empty_like(q).copy_(output)
     return output if options.heads_first else output.transpose(-3, -2), lse

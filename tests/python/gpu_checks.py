@@ -7,6 +7,7 @@ pytest runs there.
 STREAMKL_LIBRARY=build/gpu/src/libstreamkl.so PYTHONPATH=python python3 tests/python/gpu_checks.py [NAME...]
 """
 
+import os
 import sys
 import traceback
 from functools import partial
@@ -294,6 +295,31 @@ def check_attention_that_carries_its_kl():
         carried_cases.check_against_the_reference(**more, window_size=(9, 0))
         bounds = carried_cases.CU
         carried_cases.check_against_the_reference(**more, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=21, max_seqlen_k=21)
+
+
+def check_random_attention():
+    """Problems of carried_cases.random_case; SKL_TEST_RANDOM of them."""
+    for seed in range(int(os.environ.get("SKL_TEST_RANDOM", "200"))):
+        try:
+            carried_cases.check_random_case(seed, "cuda")
+        except Exception as error:
+            raise AssertionError(f"random_case({seed})") from error
+
+
+def check_compiled_attention():
+    for name in "bf16", "teacher_groups":
+        carried_cases.check_compiled(**carried_cases.CASES[name], device="cuda")
+    more = dict(dtype=torch.bfloat16, dims=(128, 128), causal=True, heads=(4, 2, 4, 2), device="cuda")
+    carried_cases.check_compiled(**more)
+
+
+def check_equal_attention_has_no_kl():
+    """Exactly, also where shifts move and logits are large."""
+    for dtype, dim, size in product((torch.bfloat16, torch.float16), (64, 128), (1.0, 4.0, 20.0)):
+        q, k, v = (torch.randn(1, 4, 1000, dim, device="cuda", dtype=dtype) for _ in range(3))
+        q, k = q * size, k * torch.linspace(size, 1.5 * size, 1000, device="cuda", dtype=dtype)[:, None]
+        _, handle = streamkl.attention(q, k, v, q_t=q.clone(), k_t=k.clone(), causal=True, layout="bhnd")
+        assert not handle.kl.any()
 
 
 def check_deterministic_attention():

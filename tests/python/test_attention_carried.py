@@ -4,7 +4,9 @@ import weakref
 
 import pytest
 import torch
-from carried_cases import CASES, Call, assert_gradients, assert_near, check_against_the_reference
+from carried_cases import (
+    CASES, Call, assert_gradients, assert_near, check_against_the_reference, check_compiled, check_random_case,
+)  # fmt: skip
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
@@ -19,8 +21,57 @@ def test_matches_the_reference(name):
 def test_apart(name, monkeypatch):
     """Where a GPU has no kernel for both: torch's own backward, and a one-pass call."""
     monkeypatch.setattr(streamkl._carried, "supports", lambda *_: False)
-    monkeypatch.setattr(streamkl._carried, "_in_one_call", None)
+    monkeypatch.setattr(streamkl._carried, "in_one_call", None)
     check_against_the_reference(**CASES[name])
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_outputs_of_stored_matrices_have_the_strides_of_queries(layout):
+    """Those of one query, too, whose rows may have any stride for torch, but not for TMA."""
+    shape = (2, 1, 3, 16) if layout == "bnhd" else (2, 3, 1, 16)
+    q = torch.randn(shape)
+    lengths, options = streamkl._options.translate(
+        streamkl._options.CarriedOptions, 0, dict(layout=layout, key_lengths=torch.tensor([0, 1]))
+    )
+    output, _ = streamkl._sdpa.attend(q, q, q, lengths, options)
+    assert output.stride() == q.stride()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_problems(seed):
+    check_random_case(seed, "cpu")
+
+
+@pytest.mark.parametrize("name", ["causal", "bf16", "teacher_groups", "packed", "reverse", "row_weight"])
+def test_compiled_code_has_no_graph_break(name):
+    check_compiled(**CASES[name])
+
+
+def test_compiled_code_apart(monkeypatch):
+    monkeypatch.setattr(streamkl._traced_attention, "supports", lambda *_: False)
+    monkeypatch.setattr(streamkl._traced_attention, "carries_kl", lambda *_: False)
+    check_compiled(**CASES["gqa"])
+
+
+def test_compiled_code_takes_other_lengths():
+    def loss(call):
+        out, handle = call.attention(inject=False)
+        return (out * call.upstream).sum() + handle.loss
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in 24, 31:
+        call = Call(causal=True, sizes=(2, length, length))
+        assert_near(compiled(call).detach(), loss(call).detach().double(), 1e-6)
+
+
+def test_operator_passes_opcheck():
+    call = Call(causal=True)
+    lengths, options = streamkl._options.translate(
+        streamkl._options.CarriedOptions, streamkl._carried.GRADIENTS, call.options
+    )
+    for lse_t in None, torch.zeros(2, 4, 37):
+        given = *call.inputs, call.q_t, call.k_t, lse_t, True
+        torch.library.opcheck(torch.ops.streamkl.carried_attention, (*given, *lengths, *options))
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -17,7 +17,7 @@ from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepa
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
 from harness.method import PEER_WRONG, make_peer  # noqa: E402
 from harness.run import Run  # noqa: E402
-from harness.timing import Prepared  # noqa: E402
+from harness.timing import Prepared, Timing  # noqa: E402
 from peers.attention import PEERS  # noqa: E402
 from peers.linearard import linearard  # noqa: E402
 from questions import call, carried, cpu_attention, indexer, overhead, peers, shapes, step  # noqa: E402
@@ -241,6 +241,12 @@ def test_calls_of_the_attention_with_its_kl(case):
     assert not result.wrong
     assert [row["method"] for row in result.rows] == [call.ALONE, call.GRADIENT, call.VALUE, call.NO_LSE, call.APART]
     assert result.rows[0]["added"] == "+0" and all(float(row["ms"]) > 0 for row in result.rows)
+
+
+def test_a_call_that_is_slower_than_apart_is_wrong():
+    timings = {method: Timing([1.0]) for method in (call.GRADIENT, call.VALUE, call.APART)}
+    assert call.slower_ways(timings) == []
+    assert call.slower_ways(timings | {call.VALUE: Timing([1.1])}) == ["value takes longer than apart"]
 
 
 # ---- Indexers ------------------------------------------------------------------------------------------------------

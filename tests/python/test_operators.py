@@ -70,6 +70,8 @@ OPERATORS = {
         "states_merge",
     )
 }
+# Compiled code alone calls these, on arguments that it has traced through fake kernels: test_attention_carried.py.
+TRACED = {"carried_attention", "carried_attention_backward"}
 
 
 def test_every_operator_is_tested():
@@ -78,7 +80,7 @@ def test_every_operator_is_tested():
         for each in torch._C._dispatch_get_all_op_names()
         if each.startswith("streamkl::")
     }
-    assert registered == set(OPERATORS)
+    assert registered == set(OPERATORS) | TRACED
 
 
 @lru_cache(maxsize=None)

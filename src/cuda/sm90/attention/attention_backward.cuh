@@ -26,6 +26,7 @@
  * once, so that dS is read once. Each does so one stage later. So they need not meet, and drift apart: one computes
  * exponentials while the other multiplies. dq leaves by way of smem.dq and, from dimension 64 on, of the dS that it
  * was multiplied from. TMA adds it to f32 sums in global memory, in any order, so its last bits differ between runs.
+ * At DIM = 128, a stage without dq leaves its dk to the next one, which multiplies it behind Y.
  *
  * Row stats belong to columns of the logits: a thread loads those of 16 queries per stage. The teacher's LSE includes
  * the weight g, which saves a load; only masked stages know its sign. */

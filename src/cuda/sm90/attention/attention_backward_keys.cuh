@@ -45,6 +45,9 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     attention_backward_smem<DIM, DIM_A> &smem;
     int warpgroup, warp; /* warp-uniform; of the block, of the warpgroup */
     float dk[DIM / 8][4], dv[DIM / 8][4];
+    /* In stages without dq, dk is multiplied behind Y of the next stage: exponentials wait for Y, and nothing for dk.
+     */
+    static constexpr bool DK_LATER = DIM > 64;
 
     template <int SIZE>
     __device__ void issue_product(stage_logits &x, const smem_rows<SIZE / 64> &keys, const row_stage<SIZE> &stage)
@@ -153,11 +156,11 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     }
 
     /* dk += dS^T Q of stage n, with dS of the warpgroup's keys from registers, or from shared memory where there are
-     * too few. */
+     * too few. dS of stage -1 is 0. */
     __device__ void issue_dk(const uint32_t (&from)[4][4], int n)
     {
-        const uint32_t ds = k_major_operand(smem.ds[n % 2]) + warpgroup * (64 * 128 / 16);
-        const uint32_t q = mn_major_operand(&smem.q_b[n % smem.DEPTH], STAGE_ROWS * 128);
+        const uint32_t ds = k_major_operand(smem.ds[n & 1]) + warpgroup * (64 * 128 / 16);
+        const uint32_t q = mn_major_operand(&smem.q_b[max(n, 0) % smem.DEPTH], STAGE_ROWS * 128);
         wgmma_fence();
         if constexpr (DIM == 64)
             wgmma_steps<true, STAGE_ROWS / 16>(dk, from, q, 1, ELEMENT());
@@ -246,12 +249,17 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const unsigned thread = thread_again(), lane = thread % 32, key = thread / 32 * 16 + lane % 16;
         const stage_pair *const mine = stats + thread_again() % 4;
         const uint32_t to = shared_address(&smem.ds[n % 2][key][(lane / 16 ^ key % 8) * 16]);
+        float2 next[2] = {load_shared_2(mine[0].lse_a[0]), load_shared_2(mine[4].lse_a[0])};
 #pragma unroll
         for (int step = 0; step < STAGE_ROWS / 16; step++) {
+            const float2 current[2] = {next[0], next[1]};
+#pragma unroll
+            for (int i = 0; i < 2 && step + 1 < STAGE_ROWS / 16; i++)
+                next[i] = load_shared_2(mine[((step + 1) * 2 + i) * 4].lse_a[0]);
 #pragma unroll
             for (int i = step * 2; i < step * 2 + 2; i++) {
                 const stage_pair &columns = mine[i * 4];
-                const float2 lse = load_shared_2(columns.lse_a[0]);
+                const float2 lse = current[i % 2];
                 const float2 weight = MASKED ? load_shared_2(columns.weight[0]) : make_float2(0.0F, 0.0F);
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
@@ -283,13 +291,15 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const int first = MASKED ? load_again(info.row) - load_again(smem.queries.row) : 0;
         stage_logits y, dp; /* y: also X */
         issue_y(y, n);
+        if constexpr (WITH_DQ && DK_LATER)
+            issue_dk({}, n - 1);
         issue_dp(dp, n);
         if (!WITH_DQ && n > 0)
             release_dq(n - 2);
         barrier_wait(smem.stats_full[stage], n / smem.DEPTH % 2);
-        wgmma_wait<1>(); /* also for dk of stage n - 1, which is in flight if WITH_DQ */
+        wgmma_wait<WITH_DQ && DK_LATER ? 2 : 1>(); /* for Y; unless DK_LATER, also for dk of stage n - 1 */
         fence_operand(y);
-        if (WITH_DQ && n > 0 && thread_again() % 32 == 0)
+        if (WITH_DQ && !DK_LATER && n > 0 && thread_again() % 32 == 0)
             barrier_arrive(smem.of_q_b.empty[(n - 1) % smem.DEPTH]);
         uint32_t s[4][4];
         float t[8][4];
@@ -298,6 +308,8 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         barrier_wait(smem.of_q_a.full[q_a_stage], MASKED ? q_a_phase : phase_after(s, q_a_phase));
         wgmma_wait<0>();
         fence_operand(dp);
+        if (WITH_DQ && DK_LATER && n > 0 && thread_again() % 32 == 0)
+            barrier_arrive(smem.of_q_b.empty[(n - 1) % smem.DEPTH]);
         compute_t(t, dp, stats);
         fence_operand(t);
         barrier_wait(smem.of_q_a.full[q_a_stage], phase_after(t, q_a_phase)); /* has passed already */
@@ -322,7 +334,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
             wgmma_wait<0>();
             if (thread_again() % 32 == 0)
                 barrier_arrive(smem.of_q_b.empty[stage]);
-        } else
+        } else if constexpr (!DK_LATER)
             issue_dk(ds, n);
     }
 
@@ -353,6 +365,9 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         if (stages == 0)
             return;
         barrier_wait(smem.keys_full, 0);
+        if constexpr (DK_LATER)
+            for (int i = (int)threadIdx.x; i < (int)sizeof smem.ds[1] / 16; i += CONSUMERS * 128)
+                ((uint4 *)(void *)smem.ds[1])[i] = make_uint4(0, 0, 0, 0);
         /* Only masked stages know keys that are not finite, and negative weights. */
         const bool all_masked = warp_uniform(sanitize_keys() || params.largest->negative != 0);
         for (int n = 0; n < stages;) {
@@ -372,9 +387,11 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
                 barrier_arrive(smem.k_a_empty);
         }
         wgmma_wait<0>();
-        if (stages % 2 != warpgroup)
+        if (stages % 2 != warpgroup) {
+            if constexpr (DK_LATER)
+                issue_dk({}, stages - 1);
             add_dq<false>(stages - 1, {});
-        else
+        } else
             release_dq(stages - 2);
         fence_operand(dk);
         fence_operand(dv);

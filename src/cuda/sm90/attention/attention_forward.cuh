@@ -5,25 +5,24 @@
  *
  * Three products instead of the four of an attention and a KL forward.
  *
- * Bound: tensor cores. At DIM = 128 they take 1,536 clocks per 64 queries x 128 keys, exponentials 1,024. At DIM = 64
- * the exponentials are the bound: 1,024 against 768.
+ * Bound: tensor cores, which take 1,152 clocks per 64 queries x 96 keys at DIM = 128, next to about 700 instructions
+ * of each warp: they reach 70 %. At DIM = 64 exponentials are the bound: 768 clocks, products 576.
  *
  *   block      2 consumer warpgroups of 64 queries, and a producer warp; one block per SM
- *   registers  240 per consumer thread: O (DIM / 2), Y and X (64 each), S (32, in place of Y), 48 for the rest
- *   shared     queries of both arguments; a ring of tiles of 128 keys: K_s, K_t, V, K_s, ...: 225 KB at DIM = 128
+ *   registers  240 per consumer thread: O (DIM / 2), Y or Y minus its shift (48), X (48), S (24)
+ *   shared     queries of both arguments; a ring of tiles of 96 keys: K_s, K_t, V, K_s, ...: 6 of them at DIM = 128
  *
- *   warpgroup 0  wgmma       | O n | Y n+1 | X n+1 |                 | O n+1 ...
- *                other pipes |                     | sums, S of n+1  |
- *   warpgroup 1  wgmma       |                     | O n | Y n+1 | X n+1 |
- *                other pipes | sums, S of n        |                     | sums, ...
+ *   consumer   wgmma       | O n-1          | Y n | X n             | O n            | Y n+1 ...
+ *              other pipes | P, sums of n-1 |     | S and its sum n | P, sums of n   |
  *
- * The warpgroups take turns on the tensor cores. X waits for the end of O, whose operand S it overwrites; Y keeps the
- * tensor cores busy meanwhile.
+ * A tile without P is complete for the output, so O does not wait for P. One warpgroup starts after the first S of
+ * the other one; from there on nobody orders them.
  *
- * The shifts of a row are the same in its four lanes, because a row of O sums over all keys. They move when a logit
- * is more than SHIFT_SLACK above: S stays below 2^SHIFT_SLACK, which 16 bits hold, and O is rarely multiplied. Keys
- * that no query of a tile sees have zeros for values. A value that is not finite reaches every row of the 128 x 128
- * tile of the logits that its key is in, as in other fused attention. */
+ * The shifts of a row are the same in its four lanes, because a row of O sums over all keys. They move if a logit is
+ * more than SHIFT_SLACK above in a masked tile, or if a sum passes SKL_LAZY_BOUND in another one, which is then added
+ * again: S stays in the range of 16 bits, and O is rarely multiplied. Both sides move by the same rule, so that the
+ * KL of equal sides is exactly 0. Keys that no query of a tile sees have zeros for values. A value that is not finite
+ * reaches every row of the tile of the logits that its key is in, as in other fused attention. */
 #ifndef SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_CUH
 
@@ -33,7 +32,7 @@
 namespace sm90
 {
 
-constexpr int FORWARD_KEYS = 128; /* keys per tile */
+constexpr int FORWARD_KEYS = 96; /* keys per tile */
 constexpr int ATTENTION_FORWARD_THREADS = 128 * (CONSUMERS + 1);
 constexpr int ATTENTION_FORWARD_REGS = 240, ATTENTION_FORWARD_PRODUCER_REGS = 24;
 constexpr float SHIFT_SLACK = 8.0F;
@@ -44,8 +43,9 @@ struct attention_forward_maps {
 
 /* DIM: head size of the student, DIM_A: of the teacher. */
 template <int DIM, int DIM_A> struct attention_forward_smem {
+    static constexpr int KEYS = FORWARD_KEYS;
     struct key_tile {
-        unsigned char slabs[(DIM > DIM_A ? DIM : DIM_A) / 64][FORWARD_KEYS][128];
+        unsigned char slabs[(DIM > DIM_A ? DIM : DIM_A) / 64][KEYS][128];
     };
     typedef smem_rows<DIM / 64> q_b_rows;
     typedef smem_rows<DIM_A / 64> q_a_rows;
@@ -79,7 +79,7 @@ template <int DEPTH> struct key_ring_position {
 template <int SLABS, typename TILE>
 __device__ inline void load_key_tile(TILE &to, const CUtensorMap &map, int row, int head, int batch, uint64_t &full)
 {
-    barrier_expect_tx(full, SLABS * FORWARD_KEYS * 128);
+    barrier_expect_tx(full, SLABS * (int)sizeof to.slabs[0]);
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++)
         tma_load(to.slabs[slab], map, slab * 64, row, head, batch, full);
@@ -96,7 +96,7 @@ __device__ inline void produce_keys(const forward_params &params, const attentio
     load_slabs(smem.q_a.slabs, maps.q_a, coord.query, coord.head, coord.batch, smem.queries_full);
     key_ring_position<smem.DEPTH> at = {0, 0};
     for (int n = 0; n < keys.stages; n++) {
-        const int row = keys.row_at(n, FORWARD_KEYS);
+        const int row = keys.row_at(n, smem.KEYS);
 #pragma unroll
         for (int part = 0; part < 3; part++, at.advance()) {
             uint64_t &full = smem.barriers.full[at.slot];
@@ -115,30 +115,22 @@ __device__ inline void produce_keys(const forward_params &params, const attentio
 template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     typedef attention_forward_smem<DIM, DIM_A> memory;
     typedef key_ring_position<memory::DEPTH> position;
-    enum { TURN = 1 }; /* the first of two named barriers */
+    static constexpr int KEYS = memory::KEYS;
+    typedef float logits[KEYS / 8][4];
+    enum { STARTS = 1, CLEARS = 2 }; /* named barriers; CLEARS of each warpgroup */
 
     const forward_params &params;
     memory &smem;
     int warpgroup;
     stage_schedule keys;
     position next; /* the next tile of keys or values to use */
+    position of_v; /* the values in use */
     /* Per thread: */
     float out[DIM / 8][4];
-    float x[FORWARD_KEYS / 8][4], y[FORWARD_KEYS / 8][4];
-    uint32_t s[FORWARD_KEYS / 16][4]; /* S as an A operand */
-    skl_row_state state[2];           /* shifts of the row, sums of this lane's columns */
+    uint32_t s[KEYS / 16][4]; /* S as an A operand */
+    skl_row_state state[2];   /* shifts of the row, sums of this lane's columns */
 
     /* ---- Products ------------------------------------------------------------------------------------------- */
-
-    __device__ void wait_turn() const
-    {
-        named_barrier_sync(TURN + warpgroup, CONSUMERS * 128);
-    }
-
-    __device__ void pass_turn() const
-    {
-        named_barrier_arrive(TURN + 1 - warpgroup, CONSUMERS * 128);
-    }
 
     __device__ void release(const position &at) const
     {
@@ -154,31 +146,40 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         return at;
     }
 
-    __device__ void issue_y(const position &at)
+    __device__ position issue_y(logits &y)
     {
-        wgmma_slabs<ELEMENT, DIM, block_tile::ROWS, FORWARD_KEYS>(
-            y, k_major_operand(&smem.q_b) + warpgroup * (64 * 128 / 16), k_major_operand(&smem.ring[at.slot]));
+        const position at = take();
+        wgmma_fence();
+        wgmma_slabs<ELEMENT, DIM, block_tile::ROWS, KEYS>(y, k_major_operand(&smem.q_b) + warpgroup * (64 * 128 / 16),
+                                                          k_major_operand(&smem.ring[at.slot]));
         wgmma_commit();
+        return at;
     }
 
-    __device__ void issue_x(const position &at)
+    __device__ position issue_x(logits &x)
     {
-        wgmma_slabs<ELEMENT, DIM_A, block_tile::ROWS, FORWARD_KEYS>(
+        const position at = take();
+        wgmma_fence();
+        wgmma_slabs<ELEMENT, DIM_A, block_tile::ROWS, KEYS>(
             x, k_major_operand(&smem.q_a) + warpgroup * (64 * 128 / 16), k_major_operand(&smem.ring[at.slot]));
         wgmma_commit();
+        return at;
     }
 
-    __device__ void issue_out(const position &at)
+    __device__ position issue_out(int n)
     {
-        wgmma_steps<true, FORWARD_KEYS / 16>(out, s, mn_major_operand(&smem.ring[at.slot], FORWARD_KEYS * 128), 1,
-                                             ELEMENT());
+        const position at = take();
+        clear_unseen_values(n, at);
+        wgmma_fence();
+        wgmma_steps<true, KEYS / 16>(out, s, mn_major_operand(&smem.ring[at.slot], KEYS * 128), 1, ELEMENT());
         wgmma_commit();
+        return at;
     }
 
     __device__ void fence_s()
     {
 #pragma unroll
-        for (int k = 0; k < FORWARD_KEYS / 16; k++)
+        for (int k = 0; k < KEYS / 16; k++)
 #pragma unroll
             for (int reg = 0; reg < 4; reg++)
                 asm volatile("" : "+r"(s[k][reg]));
@@ -203,119 +204,239 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
      * warpgroups write the same zeros. Keys in the middle of a tile are hidden by row bounds alone. */
     __device__ void clear_unseen_values(int n, const position &at)
     {
-        const int first = keys.stage_at(n) * FORWARD_KEYS, key = (int)(threadIdx.x % 128);
-        if (n >= keys.masked_stages || (first + FORWARD_KEYS <= smem.needed && !params.problem.row_bounds))
+        const int first = keys.stage_at(n) * KEYS, key = (int)(threadIdx.x % 128);
+        if (n >= keys.masked_stages || (first + KEYS <= smem.needed && !params.problem.row_bounds))
             return;
-        if (!is_seen(first + key))
+        if (key < KEYS && !is_seen(first + key))
 #pragma unroll
             for (int slab = 0; slab < DIM / 64; slab++)
                 for (int chunk = 0; chunk < 8; chunk++)
                     ((uint4 *)(void *)smem.ring[at.slot].slabs[slab][key])[chunk] = make_uint4(0, 0, 0, 0);
         fence_proxy_async();
-        named_barrier_sync(TURN + CONSUMERS + warpgroup, 128);
+        named_barrier_sync(CLEARS + warpgroup, 128);
     }
 
     /* ---- Sums ----------------------------------------------------------------------------------------------- */
 
-    /* Moves the shifts if a logit is far above them. `sees`: columns that count, from the tile's first key. */
-    template <bool MASKED> __device__ void move_shifts(const range32 (&sees)[2])
+    /* Columns of a tile that a row sees, from its first key; all of them in a tile without a mask. */
+    __device__ range32 seen_columns(int n, int half) const
     {
-        float m_a[2] = {-INFINITY, -INFINITY}, m_b[2] = {-INFINITY, -INFINITY};
+        if (n >= keys.masked_stages)
+            return {0, KEYS};
+        const int first = keys.stage_at(n) * KEYS;
+        const range32 in_stream = smem.visible.of(acc_row<1>(0, half));
+        return {in_stream.begin - first, in_stream.end - first};
+    }
+
+    /* Moves the shifts of a tile up to its largest logits, where these are far above. */
+    __device__ void find_shifts(float (&shift)[2], const logits &x, float scale, int n) const
+    {
+        range32 sees[2] = {seen_columns(n, 0), seen_columns(n, 1)};
+        float largest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-        for (int n = 0; n < FORWARD_KEYS / 8; n++)
+        for (int block = 0; block < KEYS / 8; block++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int half = e / 2, column = acc_column(n, e % 2);
-                const bool seen = !MASKED || (column >= sees[half].begin && column < sees[half].end);
-                m_a[half] = seen ? fmaxf(m_a[half], x[n][e]) : m_a[half];
-                m_b[half] = seen ? fmaxf(m_b[half], y[n][e]) : m_b[half];
-            }
-        bool moves = false;
+            for (int e = 0; e < 4; e++)
+                if (is_between(block, e % 2, sees[e / 2]))
+                    largest[e / 2] = fmaxf(largest[e / 2], x[block][e]);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            m_a[half] = quad_max(m_a[half]) * params.a.scale;
-            m_b[half] = quad_max(m_b[half]) * params.b.scale;
-            moves = moves || m_a[half] > state[half].m_a + SHIFT_SLACK || m_b[half] > state[half].m_b + SHIFT_SLACK;
-        }
-        if (!__any_sync(~0U, moves))
-            return;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float old_b = state[half].m_b;
-            const float new_a = m_a[half] > state[half].m_a + SHIFT_SLACK ? m_a[half] : state[half].m_a;
-            const float new_b = m_b[half] > old_b + SHIFT_SLACK ? m_b[half] : old_b;
-            const float factor = new_b == old_b ? 1.0F : ex2(old_b - new_b);
-            state[half] = skl_state_move(state[half], new_a, new_b);
-#pragma unroll
-            for (int n = 0; n < DIM / 8; n++) {
-                out[n][half * 2] *= factor;
-                out[n][half * 2 + 1] *= factor;
-            }
+            largest[half] = quad_max(largest[half]) * scale;
+            shift[half] = largest[half] > shift[half] + SHIFT_SLACK ? largest[half] : shift[half];
         }
     }
 
-    /* Adds the tile's pairs to the sums, and makes S of Y. CAREFUL: with masks and huge logits. Two independent sums
-     * per row keep the exponentials apart. */
-    template <bool CAREFUL> __device__ void add_pairs(const range32 (&sees)[2])
+    /* Moves shifts up to the largest of these logits, which are minus the shifts so far. `move`: by how much. */
+    __device__ static void move_shifts(float (&shift)[2], float (&move)[2], const logits &b)
     {
-        constexpr float MASKED_LOGIT = -1000.0F;
-        constexpr int HALF = FORWARD_KEYS / 16;
-        row_sums sums[2][2]; /* [columns' half][row] */
 #pragma unroll
-        for (int n = 0; n < HALF; n++)
+        for (int half = 0; half < 2; half++) {
+            const float old = shift[half];
+            float largest = 0.0F;
+#pragma unroll
+            for (int e = 0; e < KEYS / 4; e++)
+                largest = fmaxf(largest, b[e / 2][half * 2 + e % 2]);
+            shift[half] = old + quad_max(largest);
+            move[half] = shift[half] - old;
+        }
+    }
+
+    /* How a tile is added. FAST: its logits have no mask, and are not far above the shifts. CAREFUL: any tile.
+     * AGAIN: a tile that was not FAST, whose logits minus the former shifts are known. */
+    enum mode { FAST, CAREFUL, AGAIN };
+
+    /* Computes b = Y minus its shift, S and its sums. Two sums per row keep the exponentials apart. Returns whether
+     * the sums are within bounds. */
+    template <mode MODE>
+    __device__ bool add_student(float (&sum)[2], logits &b, const logits &y, const float (&shift)[2],
+                                const float (&move)[2], int n)
+    {
+        range32 sees[2];
+#pragma unroll
+        for (int half = 0; half < 2 && MODE == CAREFUL; half++)
+            sees[half] = seen_columns(n, half);
+        float sums[2][2]; /* [columns' half][row] */
+#pragma unroll
+        for (int block = 0; block < HALF; block++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const float m_a = state[half].m_a, m_b = state[half].m_b;
-                const bool huge_a = CAREFUL && is_huge(m_a), huge_b = CAREFUL && is_huge(m_b);
-                float s_b[2][2];
+                float of_block[2][2];
 #pragma unroll
                 for (int parity = 0; parity < 2; parity++)
 #pragma unroll
                     for (int part = 0; part < 2; part++) {
-                        const int block = n + part * HALF, e = half * 2 + parity, column = acc_column(block, parity);
-                        const bool seen = !CAREFUL || (column >= sees[half].begin && column < sees[half].end);
-                        const float a = minus_shift(x[block][e], params.a.scale, m_a, huge_a);
-                        const float b = minus_shift(y[block][e], params.b.scale, m_b, huge_b);
-                        s_b[part][parity] = add_pair(sums[part][half], seen ? a : MASKED_LOGIT,
-                                                     seen ? b : MASKED_LOGIT, n == 0 && parity == 0);
+                        const int e = half * 2 + parity, at = block + part * HALF;
+                        const float m = shift[half];
+                        b[at][e] = MODE == AGAIN
+                                       ? b[at][e] - move[half]
+                                       : minus_shift(y[at][e], params.b.scale, m, MODE == CAREFUL && is_huge(m));
+                        if (MODE == CAREFUL && !is_between(at, parity, sees[half]))
+                            b[at][e] = MASKED_LOGIT;
+                        const float probability = of_block[part][parity] = ex2(b[at][e]);
+                        sums[part][half] = block == 0 && parity == 0 ? probability : sums[part][half] + probability;
                     }
 #pragma unroll
                 for (int part = 0; part < 2; part++) {
-                    const int block = n + part * HALF;
-                    s[block / 2][block % 2 * 2 + half] = pack(s_b[part][0], s_b[part][1], ELEMENT());
+                    const int to = block + part * HALF;
+                    s[to / 2][to % 2 * 2 + half] = pack(of_block[part][0], of_block[part][1], ELEMENT());
                 }
             }
+        sum[0] = sums[0][0] + sums[1][0];
+        sum[1] = sums[0][1] + sums[1][1];
+        return sum[0] < SKL_LAZY_BOUND && sum[1] < SKL_LAZY_BOUND;
+    }
+
+    /* The sums with P. */
+    template <mode MODE>
+    __device__ bool add_teacher(row_sums (&sum)[2], const logits &x, const logits &b, const float (&shift)[2],
+                                const float (&move)[2], int n)
+    {
+        range32 sees[2];
+#pragma unroll
+        for (int half = 0; half < 2 && MODE == CAREFUL; half++)
+            sees[half] = seen_columns(n, half);
+        float sums[2][2], w[2][2];
+#pragma unroll
+        for (int block = 0; block < HALF; block++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int parity = 0; parity < 2; parity++)
+#pragma unroll
+                    for (int part = 0; part < 2; part++) {
+                        const int e = half * 2 + parity, at = block + part * HALF;
+                        const float m = shift[half];
+                        float a = minus_shift(x[at][e], params.a.scale, m, MODE == CAREFUL && is_huge(m));
+                        if (MODE == AGAIN)
+                            a -= move[half];
+                        if (MODE == CAREFUL && !is_between(at, parity, sees[half]))
+                            a = MASKED_LOGIT;
+                        const float probability = ex2(a), difference = a - b[at][e];
+                        const bool first = block == 0 && parity == 0;
+                        sums[part][half] = first ? probability : sums[part][half] + probability;
+                        w[part][half] =
+                            first ? probability * difference : fmaf(probability, difference, w[part][half]);
+                    }
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            sum[half] = {sums[0][half] + sums[1][half], 0.0F, w[0][half] + w[1][half]};
+        return sum[0].l_a < SKL_LAZY_BOUND && sum[1].l_a < SKL_LAZY_BOUND;
+    }
+
+    static constexpr float MASKED_LOGIT = -1000.0F;
+    static constexpr int HALF = KEYS / 16; /* blocks of 8 columns */
+
+    __device__ static bool is_between(int block, int parity, const range32 &sees)
+    {
+        const int column = acc_column(block, parity);
+        return column >= sees.begin && column < sees.end;
+    }
+
+    /* The first tile is careful, because the rows have no shifts yet. So is the last one, which saves code: its P is
+     * added after the loop. */
+    __device__ bool is_careful(int n, float m_0, float m_1) const
+    {
+        const bool is_rare = n < keys.masked_stages || n == keys.stages - 1;
+        return __any_sync(~0U, is_rare || is_huge(m_0) || is_huge(m_1));
+    }
+
+    /* S of the n-th tile, and b = Y minus its shift. Returns whether a shift of the warp has moved from `before`. */
+    template <bool FIRST = false>
+    __device__ bool take_student(logits &b, const logits &y, const float (&before)[2], int n)
+    {
+        float sum[2], shift[2] = {before[0], before[1]}, move[2] = {};
+        bool moves = FIRST || is_careful(n, shift[0], shift[1]);
+        if (moves) {
+            find_shifts(shift, y, params.b.scale, n);
+            add_student<CAREFUL>(sum, b, y, shift, move, n);
+        } else if (__any_sync(~0U, !add_student<FAST>(sum, b, y, shift, move, n))) {
+            moves = true;
+            move_shifts(shift, move, b);
+            add_student<AGAIN>(sum, b, y, shift, move, n);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            add_sums(sums[0][half], sums[1][half]);
-            add_sums(state[half], sums[0][half]);
+            const float factor = moves ? factor_of(before[half], shift[half]) : 1.0F;
+            state[half].m_b = shift[half];
+            state[half].l_b = fmaf(state[half].l_b, factor, sum[half]);
+        }
+        return moves;
+    }
+
+    __device__ static float factor_of(float before, float shift)
+    {
+        return shift == before ? 1.0F : ex2(before - shift);
+    }
+
+    __device__ void rescale_out(const float (&before)[2])
+    {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float factor = factor_of(before[half], state[half].m_b);
+#pragma unroll
+            for (int block = 0; block < DIM / 8; block++) {
+                out[block][half * 2] *= factor;
+                out[block][half * 2 + 1] *= factor;
+            }
         }
     }
 
-    /* The n-th tile of the schedule. */
-    __device__ void add_tile(int n)
+    /* P of the n-th tile. One product for both moves of w: those of equal sides cancel exactly. */
+    template <bool LAST = false>
+    __device__ void take_teacher(const logits &x, const logits &b, const float (&before)[2], bool student_moved,
+                                 int n)
     {
-        fence_operand(y);
-        fence_operand(x);
-        const int first = keys.stage_at(n) * FORWARD_KEYS;
-        range32 sees[2] = {{0, FORWARD_KEYS}, {0, FORWARD_KEYS}};
-        bool careful = n < keys.masked_stages;
-        if (careful) {
+        row_sums sum[2];
+        const float old[2] = {state[0].m_a, state[1].m_a};
+        float shift[2] = {old[0], old[1]}, move[2] = {};
+        bool moves = student_moved;
+        if (LAST || is_careful(n, shift[0], shift[1])) {
+            moves = true;
+            find_shifts(shift, x, params.a.scale, n);
+            add_teacher<CAREFUL>(sum, x, b, shift, move, n);
+        } else if (__any_sync(~0U, !add_teacher<FAST>(sum, x, b, shift, move, n))) {
+            moves = true;
+            logits a;
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const range32 in_stream = smem.visible.of(acc_row<1>(0, half));
-                sees[half] = {in_stream.begin - first, in_stream.end - first};
-            }
-            move_shifts<true>(sees);
-        } else {
-            move_shifts<false>(sees);
+            for (int e = 0; e < KEYS / 2; e++)
+                a[e / 4][e % 4] = fmaf(x[e / 4][e % 4], params.a.scale, -old[e % 4 / 2]);
+            move_shifts(shift, move, a);
+            add_teacher<AGAIN>(sum, x, b, old, move, n);
         }
-        careful = __any_sync(~0U, careful || is_huge(state[0].m_a) || is_huge(state[0].m_b) ||
-                                      is_huge(state[1].m_a) || is_huge(state[1].m_b));
-        if (careful)
-            add_pairs<true>(sees);
-        else
-            add_pairs<false>(sees);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            skl_row_state &row = state[half];
+            float factor = 1.0F;
+            if (moves) {
+                const float d_a = row.l_a == 0.0F ? 0.0F : old[half] - shift[half];
+                const float d_b = row.l_a == 0.0F ? 0.0F : before[half] - row.m_b;
+                factor = factor_of(old[half], shift[half]);
+                row.m_a = shift[half];
+                row.w = factor * (row.w + row.l_a * (d_a - d_b));
+            }
+            row.l_a = fmaf(row.l_a, factor, sum[half].l_a);
+            row.w += sum[half].w;
+        }
     }
 
     __device__ void run()
@@ -326,51 +447,51 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         state[0] = state[1] = skl_state_empty();
         if (keys.stages == 0)
             return;
-        if (warpgroup == 1)
-            pass_turn();
         barrier_wait(smem.queries_full, 0);
-        wait_turn();
-        position of_y = take();
-        wgmma_fence();
-        issue_y(of_y);
-        position of_x = take();
-        wgmma_fence();
-        issue_x(of_x);
-        pass_turn();
-#pragma unroll 1
-        for (int n = 0; n < keys.stages - 1; n++) {
-            wgmma_wait<0>();
-            release(of_y);
-            release(of_x);
-            add_tile(n);
-            const position of_v = take();
-            clear_unseen_values(n, of_v);
-            of_y = take();
-            wait_turn();
-            wgmma_fence();
-            issue_out(of_v);
-            issue_y(of_y);
-            of_x = take();
-            wgmma_wait<1>();
-            fence_s();
-            release(of_v);
-            wgmma_fence();
-            issue_x(of_x);
-            pass_turn();
-        }
-        wgmma_wait<0>();
-        const int last = keys.stages - 1;
-        add_tile(last);
-        const position of_v = take();
-        clear_unseen_values(last, of_v);
-        wait_turn();
-        wgmma_fence();
-        issue_out(of_v);
+        if (warpgroup == 1) /* so that the warpgroups do not run in step */
+            named_barrier_sync(STARTS, CONSUMERS * 128);
+        logits x, b;
+        float before[2];
+        bool moved = multiply_logits<true>(x, b, before, 0);
         if (warpgroup == 0)
-            pass_turn();
+            named_barrier_arrive(STARTS, CONSUMERS * 128);
+#pragma unroll 1
+        for (int n = 1; n < keys.stages; n++) {
+            of_v = issue_out(n - 1);
+            take_teacher(x, b, before, moved, n - 1);
+            moved = multiply_logits<false>(x, b, before, n);
+            if (moved)
+                rescale_out(before);
+        }
+        issue_out(keys.stages - 1);
+        take_teacher<true>(x, b, before, moved, keys.stages - 1);
         wgmma_wait<0>();
         fence_s();
         fence_operand(out);
+    }
+
+    /* Multiplies the n-th tile. Returns whether a shift of the student has moved. ptxas would serialize products with
+     * x in place of fresh_x, which is read while O is multiplied. */
+    template <bool FIRST> __device__ bool multiply_logits(logits &x, logits &b, float (&before)[2], int n)
+    {
+        logits y, fresh_x;
+        const position of_y = issue_y(y), of_x = issue_x(fresh_x);
+        wgmma_wait<1>(); /* for Y, and O of the tile before */
+        fence_operand(y);
+        fence_s();
+        release(of_y);
+        barrier_arrive_if(smem.barriers.empty[of_v.slot], !FIRST && threadIdx.x % 32 == 0);
+        before[0] = state[0].m_b;
+        before[1] = state[1].m_b;
+        const bool moved = take_student<FIRST>(b, y, before, n);
+        wgmma_wait<0>(); /* for X */
+        fence_operand(fresh_x);
+        fence_operand(out);
+        release(of_x);
+#pragma unroll
+        for (int e = 0; e < KEYS / 2; e++)
+            x[e / 4][e % 4] = fresh_x[e / 4][e % 4];
+        return moved;
     }
 
     /* ---- Results -------------------------------------------------------------------------------------------- */
@@ -420,7 +541,7 @@ __global__ void __launch_bounds__(ATTENTION_FORWARD_THREADS, 1)
     block_tile tile;
     if (!tile.find(params, 1, (unsigned)params.head_group))
         return;
-    const row_stream keys = keys_of_tile(params, tile, 1, FORWARD_KEYS);
+    const row_stream keys = keys_of_tile(params, tile, 1, smem.KEYS);
     smem.visible.fill(keys.band);
     if (threadIdx.x == 0) {
         smem.tile = tile;
@@ -440,7 +561,7 @@ __global__ void __launch_bounds__(ATTENTION_FORWARD_THREADS, 1)
     } else {
         reg_alloc<ATTENTION_FORWARD_REGS>();
         attention_forward_rows<ELEMENT, DIM, DIM_A> rows = {params, smem, warpgroup, warp_uniform(smem.keys)};
-        rows.next = {0, 0};
+        rows.next = rows.of_v = {0, 0};
         rows.run();
         rows.write_rows();
         rows.write_out();
@@ -469,6 +590,7 @@ cudaError_t launch_attention_forward(const char *kernel, const skl_cuda_params *
     values.k = params->call.attention->v_s;
     attention_forward_maps maps;
     const ELEMENT element = ELEMENT();
+
     if (!encode_queries(&maps.q_a, p, &params->a, block_tile::ROWS, element) ||
         !encode_queries(&maps.q_b, p, &params->b, block_tile::ROWS, element) ||
         !encode_keys(&maps.k_a, p, &params->a, FORWARD_KEYS, element) ||
