@@ -336,7 +336,6 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     at most    for each                              growth  operations          where
  *     16 MiB     thread with work                      O(1)    all                 CPU
  *     4 bytes    thread and element of a head's dk     O(1)    gradients           CPU, 16-bit dk, up to 8192 keys
- *     4 bytes    row and student head                  O(N)    forward_backward    sinks
  *     2 MiB      call                                  O(1)    all                 GPU
  *     8 bytes    key                                   O(N)    gradients           GPU, row bounds
  *     4 bytes    element of dk_t and dk_s              O(N)    gradients           Hopper, summed dk

@@ -97,6 +97,8 @@ static void draw_bounds_and_sinks(test_case *c, test_random *random)
         c->bounds = (test_bounds)random_between(random, BOUNDS_NONE + 1, BOUNDS_COUNT - 1);
     const int reverse_group = c->heads_t > c->heads_s && c->direction == SKL_KL_REVERSE;
     c->sinks = one_in(random, 6) && !c->index_heads && c->lse != LSE_WIDER && !reverse_group;
+    for (int side = 0; side < 2 && c->sinks; side++)
+        c->sinks_above[side] = one_in(random, 2) ? random_uniform(random, -60, 120) : 0;
 }
 
 /* Turns the case into an indexer. */

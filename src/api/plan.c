@@ -1,7 +1,6 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "api/steps.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -60,8 +59,6 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
         return status;
     if (!(made.problem.gradients & SKL_DV_S))
         made.workspace_size[SKL_OP_ATTENTION_FORWARD] = made.workspace_size[SKL_OP_ATTENTION_BACKWARD] = 0;
-    if (made.problem.sinks)
-        skl_sinks_extend_workspace(&made);
     skl_plan *const kept = malloc(sizeof *kept);
     if (kept == NULL) {
         free(made.of_backend);

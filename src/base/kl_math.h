@@ -27,9 +27,6 @@
  * shift, as eager PyTorch does, and refuse, by NaN, to recover probabilities from an LSE. */
 #define SKL_HUGE_LOGIT 1048576.0F
 
-/* Keys whose probability is less than this next to a sink have no mass: f32 sums of them may have underflowed. */
-#define SKL_NO_MASS 0x1p-60
-
 SKL_HOST_DEVICE skl_row_state skl_state_empty(void)
 {
     const skl_row_state state = {-INFINITY, 0.0F, -INFINITY, 0.0F, 0.0F};

@@ -18,7 +18,7 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "base/kl_math.h"
+#include "base/sinks.h"
 
 typedef struct row_sums {
     double m_a, l_a, m_b, l_b, w;
@@ -55,6 +55,15 @@ static inline row_sums row_sums_merge(row_sums x, row_sums y)
     return sum;
 }
 
+/* The state of a sink, as if it were a row's only key. Where only A gives it mass, the KL is infinite. */
+static inline row_sums row_sums_of_sink(skl_sink_logits sink, bool reverse)
+{
+    const double a = reverse ? sink.s : sink.t, b = reverse ? sink.t : sink.s;
+    const row_sums sums = {a, a == -INFINITY ? 0.0 : 1.0, b, b == -INFINITY ? 0.0 : 1.0,
+                           b == -INFINITY && a > -INFINITY ? INFINITY : 0.0};
+    return sums;
+}
+
 /* KL of sums that are not empty. It is NaN if one side has no mass. */
 static inline double kl_of_sums(double l_a, double l_b, double w)
 {
@@ -72,18 +81,6 @@ static inline float one_pass_kl(const row_sums *s, int64_t key_count)
 {
     const float kl = key_count == 0 ? 0.0F : (float)kl_of_sums(s->l_a, s->l_b, s->w);
     return key_count == 1 && isfinite(kl) ? 0.0F : kl;
-}
-
-/* The same where the given LSEs include sinks, next to which the keys may have no mass. Then there is no KL of the
- * keys alone. The result leaves out what skl_kl_with_sinks leaves out, too: the mass of B, whose LSE is -inf. */
-static inline float one_pass_kl_with_sinks(row_sums *s, int64_t key_count)
-{
-    if (s->l_a < SKL_NO_MASS)
-        return 0.0F;
-    if (s->l_b >= SKL_NO_MASS || key_count == 0)
-        return one_pass_kl(s, key_count);
-    s->l_b = 0.0;
-    return (float)kl_of_sums(s->l_a, 1.0, s->w);
 }
 
 static inline float row_lse(double m, double l)

@@ -37,10 +37,25 @@ static void reduce_lse(const tile *t, int64_t panel, logits x, const key_tile *k
     }
 }
 
-/* LSEs of one head into lse[height]. */
+/* The sums of a row with its sink, if it has one. */
+static row_sums with_sink(const tile *t, int64_t i, row_sums sums, bool one_pass)
+{
+    const skl_problem *const p = t->task->problem;
+    if (!p->sinks || t->visible[i].begin >= t->visible[i].end)
+        return sums;
+    const skl_row_lses lses = {one_pass || t->group_size > 1 ? t->lse_t + i : NULL, t->height,
+                               one_pass ? t->lse_s + i : NULL};
+    const skl_sink_logits sink = skl_sink_logits_of(p, &t->task->call->inputs, t->head, lses);
+    return row_sums_merge(sums, row_sums_of_sink(sink, t->reverse));
+}
+
+/* LSEs of one head, with its sink, into lse[height]. */
 static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse)
 {
-    float *const k = side->q == t->teacher.q ? t->k_t : t->k_s;
+    const bool of_teacher = side->q == t->teacher.q;
+    const skl_inputs *const inputs = &t->task->call->inputs;
+    const float *const sinks = of_teacher ? inputs->sink_t : inputs->sink_s;
+    float *const k = of_teacher ? t->k_t : t->k_s;
     state_reset(t);
     FOR_KEY_TILES(t, keys)
     {
@@ -56,7 +71,9 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
     }
     for (int64_t i = 0; i < t->count; i++) {
         const row_sums sums = sums_of(t, i);
-        lse[i] = row_lse(sums.m_a, sums.l_a);
+        const bool has_sink = sinks != NULL && sums.m_a > -INFINITY;
+        lse[i] = has_sink ? (float)skl_lse_with_sink(sums.m_a + log(sums.l_a), (double)sinks[head])
+                          : row_lse(sums.m_a, sums.l_a);
     }
 }
 
@@ -119,7 +136,7 @@ static void finish_rows(const tile *t)
 {
     const skl_rows *const rows = &t->task->call->rows;
     for (int64_t i = 0; i < t->count; i++) {
-        const row_sums sums = sums_of(t, i);
+        const row_sums sums = with_sink(t, i, sums_of(t, i), false);
         const float lse_a = row_lse(sums.m_a, sums.l_a);
         const float lse_b = row_lse(sums.m_b, sums.l_b);
         const float lse_t = t->reverse ? lse_b : lse_a;

@@ -26,14 +26,34 @@ struct forward_memory {
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
+/* The state of a row with its sink. The LSEs of a teacher group are in `lse`. */
+static __device__ skl_row_state row_with_sink(const skl_cuda_params &params, const tile_position &tile, int row,
+                                              const skl_row_state &state, int64_t group, const skl_lse2 *lse)
+{
+    const skl_problem &p = params.problem;
+    const skl_inputs &inputs = params.call.inputs;
+    const int64_t query = tile.query_first + row, head = tile.work.head;
+    if (group == 1 || !p.sinks || !has_sink(p, tile.work.sequence, query))
+        return with_sink(params, tile.work.sequence, head, query, state);
+    skl_log_sum mean = {-INFINITY, 0.0};
+    for (int64_t h = 0; h < group; h++) {
+        const skl_lse2 of_head = lse[h * TILE + row];
+        mean = skl_log_sum_add(mean, (double)inputs.sink_t[head * group + h] -
+                                         ((double)of_head.value + (double)of_head.low) * SKL_LN2_DOUBLE);
+    }
+    const skl_sink_logits sink = {mean.largest + log(mean.sum / (double)group), (double)inputs.sink_s[head]};
+    return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
+}
+
 /* Writes the results of a row. With a teacher group, also normalises the LSEs of its heads in `lse`. Returns the
  * student's LSE. */
 static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_position &tile, int row,
-                                      const skl_row_state &state, int64_t group, skl_lse2 *lse)
+                                      const skl_row_state &of_keys, int64_t group, skl_lse2 *lse)
 {
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
     const skl_rows &rows = params.call.rows;
     const int64_t query = tile.query_first + row;
+    const skl_row_state state = row_with_sink(params, tile, row, of_keys, group, lse);
     const float lse_a = skl_lse(state.m_a, state.l_a);
     const float lse_b = skl_lse(state.m_b, state.l_b);
     const float lse_t = reverse ? lse_b : lse_a; /* teacher group: LSE of log mean_h P_h */
