@@ -95,14 +95,14 @@ static inline float row_entropy(const row_sums *s)
 }
 
 /* skl_dot_rule of a row. */
-static inline skl_dot_rule row_dot_rule(const row_sums *s, bool reverse, bool lse_given)
+static inline skl_dot_rule row_dot_rule(const row_sums *s, bool reverse, bool wider_lse)
 {
-    const skl_dot_rule plain = {0.0F, 1.0F};
-    if (!lse_given || row_sums_is_empty(s))
-        return plain;
-    const skl_dot_rule forward_rule = {row_kl(s), (float)(exp(s->m_a) * s->l_a)};
-    const skl_dot_rule reverse_rule = {-1.0F, (float)(exp(s->m_b) * s->l_b)};
-    return reverse ? reverse_rule : forward_rule;
+    const skl_dot_rule empty = {0.0F, 1.0F, 0};
+    if (row_sums_is_empty(s))
+        return empty;
+    const double mass = reverse ? exp(s->m_b) * s->l_b : exp(s->m_a) * s->l_a;
+    const skl_dot_rule rule = {reverse ? -1.0F : row_kl(s), wider_lse ? (float)mass : 1.0F, !wider_lse};
+    return rule;
 }
 
 /* ---- Public states: base 2 and f32 -------------------------------------------------------------------------- */
