@@ -392,9 +392,9 @@ static void check_some_rows(trial *t)
 
 /* ---- Teacher groups ------------------------------------------------------------------------------------------- */
 
-/* A teacher head with a peak has small gradients: at the peak, phi - dot_h is far smaller than phi. dot_t has 2^-24 of
- * phi, which the KL of peaks makes as large as 30, and rows with gradients above 1e-4 keep two digits or, in reverse,
- * where phi is of the order of 1, five. */
+/* A teacher head with a peak has small gradients: at the peak, phi - dot_h is far smaller than phi. dot_t has 2^-24
+ * of phi, which the KL of peaks makes as large as 30, and rows with gradients above 1e-4 keep two digits or, in
+ * reverse, where phi is of the order of 1, five. */
 static double largest_row_error(const test_tensor *actual, const double *exact)
 {
     double worst = 0;

@@ -165,9 +165,9 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
     const int64_t group_size = skl_group_size(p);
     if (p->sinks && !row_sums_is_empty(&sums)) {
         const skl_input *const given = &call->inputs.lse_t;
-        const skl_row_lses lses = {group_size > 1 ? skl_row_at(given, s, head * group_size, i) : NULL,
+        const skl_row_lses lses = {group_size, group_size > 1 ? skl_row_at(given, s, head * group_size, i) : NULL,
                                    given->stride_head, NULL};
-        sums = row_sums_merge(sums, row_sums_of_sink(skl_sink_logits_of(p, &call->inputs, head, lses), reverse));
+        sums = row_sums_merge(sums, row_sums_of_sink(skl_sink_logits_of(&call->inputs, head, lses), reverse));
     }
     const float lse_a = row_lse(sums.m_a, sums.l_a);
     const float lse_b = row_lse(sums.m_b, sums.l_b);

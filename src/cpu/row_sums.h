@@ -58,7 +58,7 @@ static inline row_sums row_sums_merge(row_sums x, row_sums y)
 /* The state of a sink, as if it were a row's only key. Where only A gives it mass, the KL is infinite. */
 static inline row_sums row_sums_of_sink(skl_sink_logits sink, bool reverse)
 {
-    const double a = reverse ? sink.s : sink.t, b = reverse ? sink.t : sink.s;
+    const double a = (double)(reverse ? sink.s : sink.t), b = (double)(reverse ? sink.t : sink.s);
     const row_sums sums = {a, a == -INFINITY ? 0.0 : 1.0, b, b == -INFINITY ? 0.0 : 1.0,
                            b == -INFINITY && a > -INFINITY ? INFINITY : 0.0};
     return sums;

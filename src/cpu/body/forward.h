@@ -43,9 +43,9 @@ static row_sums with_sink(const tile *t, int64_t i, row_sums sums, bool one_pass
     const skl_problem *const p = t->task->problem;
     if (!p->sinks || t->visible[i].begin >= t->visible[i].end)
         return sums;
-    const skl_row_lses lses = {one_pass || t->group_size > 1 ? t->lse_t + i : NULL, t->height,
+    const skl_row_lses lses = {t->group_size, one_pass || t->group_size > 1 ? t->lse_t + i : NULL, t->height,
                                one_pass ? t->lse_s + i : NULL};
-    const skl_sink_logits sink = skl_sink_logits_of(p, &t->task->call->inputs, t->head, lses);
+    const skl_sink_logits sink = skl_sink_logits_of(&t->task->call->inputs, t->head, lses);
     return row_sums_merge(sums, row_sums_of_sink(sink, t->reverse));
 }
 
@@ -160,8 +160,8 @@ static skl_dot_rule dot_rule_of(const tile *t, int64_t i)
     return row_dot_rule(&sums, t->reverse, call->inputs.lse_t.data != NULL && !skl_op_is_one_pass(call->op));
 }
 
-/* Loads the LSEs of a one-pass call. Its gradients are made of them, and dot_t cancels most of these gradients where P
- * is close to S: it must be made of the same LSEs, to the last bit. */
+/* Loads the LSEs of a one-pass call. Its gradients are made of them, and dot_t cancels most of these gradients where
+ * P is close to S: it must be made of the same LSEs, to the last bit. */
 static void load_given_lses(const tile *t)
 {
     const skl_inputs *const inputs = &t->task->call->inputs;
@@ -220,7 +220,8 @@ static void reduce_dots(const tile *t)
         const skl_dot_rule rule = dot_rule_of(t, i);
         for (int64_t h = 0; h < t->group_size; h++) {
             const int64_t at = h * t->height + i;
-            const double share = rule.normalizes && t->head_sum[at] > 0.0 ? 1.0 / t->head_sum[at] : (double)rule.share;
+            const double share =
+                rule.normalizes && t->head_sum[at] > 0.0 ? 1.0 / t->head_sum[at] : (double)rule.share;
             skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group_size + h, t->first + i,
                         (float)((double)rule.mean + share * t->dot_sum[at]));
         }

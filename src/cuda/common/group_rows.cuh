@@ -48,7 +48,8 @@ __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, 
         params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, of_keys);
         return {};
     }
-    const skl_row_state state = with_sink(params, s, head, query, of_keys, group_lses(params, s, head, query));
+    const skl_row_state state =
+        with_sink(params, s, head, query, of_keys, group_lses(params, s, head, query, skl_group_size(&p)));
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const float m_t = reverse ? state.m_b : state.m_a, m_s = reverse ? state.m_a : state.m_b;
     const float mean_lse_t = skl_lse(m_t, reverse ? state.l_b : state.l_a);

@@ -140,12 +140,13 @@ static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid
         all_rows.batch = index / length / p.heads_s;
         all_rows.query_count = length;
         const skl_row_state of_keys = params.call.states[index];
-        const bool has_sink = p.sinks && !(of_keys.m_a == -INFINITY && of_keys.l_a == 0.0F);
+        const bool has_keys = !(of_keys.m_a == -INFINITY && of_keys.l_a == 0.0F);
+        const skl_row_lses lses = group_lses(params, all_rows, head, i, group);
         const skl_row_state state =
-            has_sink ? skl_state_merge(of_keys, state_of_sink(skl_sink_logits_of(&p, &params.call.inputs, head,
-                                                                                 group_lses(params, all_rows, head, i)),
-                                                              reverse))
-                     : of_keys;
+            p.sinks && has_keys
+                ? skl_state_merge(of_keys,
+                                  state_of_sink(skl_sink_logits_of(&params.call.inputs, head, lses), reverse))
+                : of_keys;
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);
         const float state_lse_t = reverse ? lse_b : lse_a; /* with teacher groups: of the mean, relative to lse_t */

@@ -45,8 +45,8 @@ __device__ inline skl_row_state partial_state(const skl_problem &problem, const 
                                         : state;
 }
 
-/* The KL that a kernel reports for a row. Over a single outcome it is 0, whatever the rounding of its logits; infinity
- * and NaN still show. */
+/* The KL that a kernel reports for a row. Over a single outcome it is 0, whatever the rounding of its logits;
+ * infinity and NaN still show. */
 __device__ inline float reported_kl(bool one_outcome, float kl)
 {
     return one_outcome && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);

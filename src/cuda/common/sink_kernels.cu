@@ -8,8 +8,7 @@ namespace sink_kernels
 constexpr int THREADS = 256;
 
 /* One block per head and side, which sums its rows in a fixed order. */
-static __global__ void __launch_bounds__(THREADS)
-    sink_gradients(const __grid_constant__ skl_cuda_params params)
+static __global__ void __launch_bounds__(THREADS) sink_gradients(const __grid_constant__ skl_cuda_params params)
 {
     __shared__ double sums[THREADS];
     const skl_problem &p = params.problem;

@@ -5,11 +5,18 @@
 #include "base/sinks.h"
 #include "cuda/common/sequence.cuh"
 
+/* Logits of a forward with one teacher head per student head. */
+#define NO_LSES                                                                                                      \
+    skl_row_lses                                                                                                     \
+    {                                                                                                                \
+        1, NULL, 0, NULL                                                                                             \
+    }
+
 /* The state of a sink, as if it were a row's only key. */
 __device__ inline skl_row_state state_of_sink(const skl_sink_logits &sink, bool reverse)
 {
-    const float a = (float)((reverse ? sink.s : sink.t) * SKL_LOG2E_DOUBLE);
-    const float b = (float)((reverse ? sink.t : sink.s) * SKL_LOG2E_DOUBLE);
+    const float a = (reverse ? sink.s : sink.t) * SKL_LOG2E;
+    const float b = (reverse ? sink.t : sink.s) * SKL_LOG2E;
     return {a, a == -INFINITY ? 0.0F : 1.0F, b, b == -INFINITY ? 0.0F : 1.0F,
             b == -INFINITY && a > -INFINITY ? INFINITY : 0.0F};
 }
@@ -23,22 +30,22 @@ __device__ inline bool has_sink(const skl_problem &p, const skl_sequence &s, int
 
 /* The state of a row with its sink, if it has one. `lses`: to which the row's logits are relative. */
 __device__ inline skl_row_state with_sink(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
-                                          int64_t query, const skl_row_state &state, const skl_row_lses &lses = {})
+                                          int64_t query, const skl_row_state &state,
+                                          const skl_row_lses &lses = NO_LSES)
 {
     const skl_problem &p = params.problem;
     if (!p.sinks || !has_sink(p, s, query))
         return state;
-    const skl_sink_logits sink = skl_sink_logits_of(&p, &params.call.inputs, head, lses);
+    const skl_sink_logits sink = skl_sink_logits_of(&params.call.inputs, head, lses);
     return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
 }
 
 /* The LSEs to which the logits of a forward are relative: those of a teacher group's heads. */
 __device__ inline skl_row_lses group_lses(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
-                                          int64_t query)
+                                          int64_t query, int64_t group)
 {
     const skl_input &lse_t = params.call.inputs.lse_t;
-    const int64_t group = skl_group_size(&params.problem);
-    return {group > 1 ? skl_row_at(&lse_t, &s, head * group, query) : NULL, lse_t.stride_head, NULL};
+    return {group, group > 1 ? skl_row_at(&lse_t, &s, head * group, query) : NULL, lse_t.stride_head, NULL};
 }
 
 #endif

@@ -35,13 +35,12 @@ static __device__ skl_row_state row_with_sink(const skl_cuda_params &params, con
     const int64_t query = tile.query_first + row, head = tile.work.head;
     if (group == 1 || !p.sinks || !has_sink(p, tile.work.sequence, query))
         return with_sink(params, tile.work.sequence, head, query, state);
-    skl_log_sum mean = {-INFINITY, 0.0};
+    skl_log_sum sum = {-INFINITY, 0.0F};
     for (int64_t h = 0; h < group; h++) {
         const skl_lse2 of_head = lse[h * TILE + row];
-        mean = skl_log_sum_add(mean, (double)inputs.sink_t[head * group + h] -
-                                         ((double)of_head.value + (double)of_head.low) * SKL_LN2_DOUBLE);
+        sum = skl_log_sum_add(sum, inputs.sink_t[head * group + h] - (of_head.value + of_head.low) * SKL_LN2);
     }
-    const skl_sink_logits sink = {mean.largest + log(mean.sum / (double)group), (double)inputs.sink_s[head]};
+    const skl_sink_logits sink = {sum.largest + logf(sum.sum / (float)group), inputs.sink_s[head]};
     return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
 }
 
@@ -157,7 +156,8 @@ static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMN
         for (int i = 0; i < ROWS; i++) {
             const skl_dot_rule rule = memory.rules[acc_row(i)];
             const float of_row = row_sum(dot[i]), of_head = row_sum(mass[i]);
-            const float total = rule.mean + (rule.normalizes && of_head > 0.0F ? of_row / of_head : rule.share * of_row);
+            const float total =
+                rule.mean + (rule.normalizes && of_head > 0.0F ? of_row / of_head : rule.share * of_row);
             const int64_t query = tile.query_first + acc_row(i);
             if (first_lane() && query < tile.work.queries.end)
                 skl_row_set(&params.call.rows.dot_t, &tile.work.sequence, head, query, total);

@@ -270,9 +270,9 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
         const range32 sees = smem_band{tile_of(n).band, offset}.of(row);
         skl_row_state row_state = of_keys;
         if (params.problem.sinks && sees.begin < sees.end)
-            row_state = skl_state_merge(
-                of_keys, state_of_sink(skl_sink_logits_of(&params.problem, &params.call.inputs, tile.head, {}),
-                                       params.problem.direction == SKL_KL_REVERSE));
+            row_state =
+                skl_state_merge(of_keys, state_of_sink(skl_sink_logits_of(&params.call.inputs, tile.head, NO_LSES),
+                                                       params.problem.direction == SKL_KL_REVERSE));
         const bool one_outcome = sees.end - sees.begin == 1 && !params.problem.sinks;
         const float lse = fast_lse(of_b ? row_state.m_b : row_state.m_a, of_b ? row_state.l_b : row_state.l_a);
         if (of_s)
