@@ -52,14 +52,16 @@ extern "C" {
 
 /* ---- Status ------------------------------------------------------------------------------------------------ */
 
-/* A call that fails has no effect, except that SKL_ERROR_DEVICE can leave results half written. */
+/* A call that fails has no effect, except that SKL_ERROR_DEVICE and SKL_ERROR_CANCELLED leave results half written.
+ */
 typedef enum skl_status {
     SKL_OK = 0,
     SKL_ERROR_ARGUMENT = 1,    /* an argument is out of range, missing or contradicts another */
     SKL_ERROR_UNSUPPORTED = 2, /* valid, but this build or this machine cannot do it */
     SKL_ERROR_MEMORY = 3,      /* an allocation failed: only the simple API and skl_plan_create allocate */
     SKL_ERROR_WORKSPACE = 4,   /* the workspace is NULL, too small or misaligned */
-    SKL_ERROR_DEVICE = 5       /* the device is missing or reported an error */
+    SKL_ERROR_DEVICE = 5,      /* the device is missing or reported an error */
+    SKL_ERROR_CANCELLED = 6    /* options.cancel ended the call */
 } skl_status;
 
 /* Returns "SKL_OK", "SKL_ERROR_ARGUMENT", ... */
@@ -316,6 +318,9 @@ typedef struct skl_options {
     void *progress_user;   /* CPU: first argument of `progress` */
     const char *gpu;       /* SKL_CUDA: explains the launches on a GPU that need not be here: a100, b200, h100, h200,
                             * l40s or rtx5090. Such a plan runs nothing. NULL: device_index, on this machine */
+    const int32_t
+        *cancel; /* CPU: run calls of the plan end with SKL_ERROR_CANCELLED within a tile after another
+                  * thread or a signal handler sets *cancel to other than 0; NULL: they are never cancelled */
 } skl_options;
 
 typedef enum skl_op {

@@ -47,6 +47,7 @@ struct skl_plan {
     void *of_backend;                        /* GPU: skl_cuda_plan, allocated with the plan; CPU: NULL */
     skl_progress progress;
     void *progress_user;
+    const int32_t *cancel; /* CPU; may be NULL */
 };
 
 struct skl_backend {

@@ -140,7 +140,8 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     for (int i = 0; i < passes.count; i++)
         s.work_total += skl_pass_items(plan, &passes.pass[i]);
     for (int i = 0; i < passes.count; i++)
-        skl_schedule_run(&s, &passes.pass[i]);
+        if (!skl_schedule_run(&s, &passes.pass[i]))
+            return skl_fail(SKL_ERROR_CANCELLED, "cancelled: results are not complete");
     return SKL_OK;
 }
 
