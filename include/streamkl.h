@@ -52,14 +52,16 @@ extern "C" {
 
 /* ---- Status ------------------------------------------------------------------------------------------------ */
 
-/* A call that fails has no effect, except that SKL_ERROR_DEVICE can leave results half written. */
+/* A call that fails has no effect, except that SKL_ERROR_DEVICE and SKL_ERROR_CANCELLED leave results half written.
+ */
 typedef enum skl_status {
     SKL_OK = 0,
     SKL_ERROR_ARGUMENT = 1,    /* an argument is out of range, missing or contradicts another */
     SKL_ERROR_UNSUPPORTED = 2, /* valid, but this build or this machine cannot do it */
     SKL_ERROR_MEMORY = 3,      /* an allocation failed: only the simple API and skl_plan_create allocate */
     SKL_ERROR_WORKSPACE = 4,   /* the workspace is NULL, too small or misaligned */
-    SKL_ERROR_DEVICE = 5       /* the device is missing or reported an error */
+    SKL_ERROR_DEVICE = 5,      /* the device is missing or reported an error */
+    SKL_ERROR_CANCELLED = 6    /* options.cancel ended the call */
 } skl_status;
 
 /* Returns "SKL_OK", "SKL_ERROR_ARGUMENT", ... */
@@ -378,6 +380,9 @@ typedef struct skl_options {
     void *progress_user;   /* CPU: first argument of `progress` */
     const char *gpu;       /* SKL_CUDA: explains the launches on a GPU that need not be here: a100, b200, h100, h200,
                             * l40s or rtx5090. Such a plan runs nothing. NULL: device_index, on this machine */
+    const int32_t
+        *cancel; /* CPU: run calls of the plan end with SKL_ERROR_CANCELLED within a tile after another
+                  * thread or a signal handler sets *cancel to other than 0; NULL: they are never cancelled */
 } skl_options;
 
 typedef enum skl_op {
@@ -399,7 +404,6 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     at most    for each                              growth  operations          where
  *     16 MiB     thread with work                      O(1)    all                 CPU
  *     4 bytes    thread and element of a head's dk     O(1)    gradients           CPU, 16-bit dk, up to 8192 keys
- *     4 bytes    row and student head                  O(N)    forward_backward    sinks
  *     16 bytes   row and student head                  O(N)    attention_stats     CPU
  *     2 MiB      call                                  O(1)    all                 GPU
  *     64 MiB     call                                  O(1)    attention_stats     GPU

@@ -96,11 +96,17 @@ double oracle_type_rounding(skl_dtype dtype);
  * multiplies it with tensors of this type. */
 double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype);
 
-double oracle_naive_error(const oracle_expectation *expected);
+/* The largest error of the naive result of a tensor, and the largest one as a multiple of its element's `rounding`.
+ * The second one bounds elements that are far smaller than the largest. */
+typedef struct oracle_error {
+    double absolute, in_roundings;
+} oracle_error;
+
+oracle_error oracle_naive_error(const oracle_expectation *expected);
 
 /* The error of element n divided by its tolerance. It is infinite if exactly one of the two values is finite, unless
  * the exact one overflows the type, or f32: where the naive result is not finite, NaN and infinity are right, too. */
-double oracle_excess(const oracle_expectation *expected, double naive_error, int64_t n, double computed);
+double oracle_excess(const oracle_expectation *expected, oracle_error naive, int64_t n, double computed);
 
 /* Element `index` of an array. */
 double oracle_read(skl_dtype dtype, const void *data, int64_t index);

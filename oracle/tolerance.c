@@ -40,12 +40,15 @@ static double half_step(skl_dtype dtype, double value)
     return ldexp(oracle_type_rounding(dtype), exponent > lowest ? exponent : lowest);
 }
 
-double oracle_naive_error(const oracle_expectation *expected)
+oracle_error oracle_naive_error(const oracle_expectation *expected)
 {
-    double largest = 0;
+    oracle_error largest = {0, 0};
     for (int64_t n = 0; n < expected->count; n++)
-        if (isfinite(expected->exact[n]) && isfinite(expected->naive[n]) && isfinite(expected->rounding[n]))
-            largest = fmax(largest, fabs(expected->naive[n] - expected->exact[n]));
+        if (isfinite(expected->exact[n]) && isfinite(expected->naive[n]) && isfinite(expected->rounding[n])) {
+            const double error = fabs(expected->naive[n] - expected->exact[n]);
+            largest.absolute = fmax(largest.absolute, error);
+            largest.in_roundings = fmax(largest.in_roundings, error > 0 ? error / expected->rounding[n] : 0);
+        }
     return largest;
 }
 
@@ -55,7 +58,7 @@ static double largest_of(skl_dtype dtype)
     return dtype == SKL_F32 ? (double)FLT_MAX : dtype == SKL_F16 ? 65504 : 0x1.FEp127;
 }
 
-double oracle_excess(const oracle_expectation *expected, double naive_error, int64_t n, double computed)
+double oracle_excess(const oracle_expectation *expected, oracle_error naive, int64_t n, double computed)
 {
     const double exact = expected->exact[n];
     if (computed == exact || (isnan(computed) && isnan(exact)))
@@ -67,6 +70,7 @@ double oracle_excess(const oracle_expectation *expected, double naive_error, int
     const double product = expected->terms ? expected->product_rounding * expected->terms[n] : 0;
     const double merged = expected->merged_sums * (exponential_roundings + 2); /* a product and an addition each */
     const double roundings = expected->roundings * (expected->rounding[n] + merged);
+    const double naive_error = fmin(naive.absolute, naive.in_roundings * expected->rounding[n]);
     const double allowed = 2 * naive_error + ORACLE_ROUNDING * roundings + product;
     if (!isfinite(computed)) {
         const bool overflows = isinf(computed) && fabs(exact) + allowed > largest_of(expected->dtype);

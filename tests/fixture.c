@@ -460,13 +460,13 @@ int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expecte
 {
     if (!actual->data)
         return 0;
-    const double naive_error = oracle_naive_error(expected);
+    const oracle_error naive_error = oracle_naive_error(expected), none = {0, 0};
     double worst = 0; /* error / allowed error */
     int64_t worst_at = 0;
     for (int64_t n = 0; n < expected->count; n++) {
         const double value = tensor_get(actual, n);
         const int must_be_same = !is_live(actual, live, n);
-        const double excess = oracle_excess(expected, must_be_same ? 0 : naive_error, n, value);
+        const double excess = oracle_excess(expected, must_be_same ? none : naive_error, n, value);
         if (excess > worst) {
             worst = must_be_same ? (double)INFINITY : excess;
             worst_at = n;
@@ -479,7 +479,7 @@ int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expecte
                    "roundings: %.3g)",
                    label, name, (long long)(head / actual->heads), (long long)(head % actual->heads),
                    (long long)(row % actual->length), (long long)(worst_at % actual->dim),
-                   tensor_get(actual, worst_at), expected->exact[worst_at], worst, naive_error,
+                   tensor_get(actual, worst_at), expected->exact[worst_at], worst, naive_error.absolute,
                    expected->roundings * ORACLE_ROUNDING * expected->rounding[worst_at]);
         return 1;
     }

@@ -102,6 +102,8 @@ static void draw_bounds_and_sinks(test_case *c, test_random *random)
         c->direction = SKL_KL_FORWARD;
         c->scale_s = c->softcap_s = 0;
     }
+    for (int side = 0; side < 2 && c->sinks; side++)
+        c->sinks_above[side] = one_in(random, 2) ? random_uniform(random, -60, 120) : 0;
 }
 
 /* Turns the case into an indexer. */

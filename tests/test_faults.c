@@ -454,6 +454,62 @@ static const test_case far_strides[] = {
     {"large strides, bf16", SHAPE(2, 3, 4), SMALL, TYPES(BF16, BF16)},
 };
 
+/* ---- Sinks ----------------------------------------------------------------------------------------------------- */
+
+/* The teacher's sink leaves its keys a probability of e^-34, and the student's sink nothing: that little mass is the
+ * KL, about 1e10. f32 LSEs with the sinks equal the sinks. */
+static void check_mass_next_to_a_sink(trial *t)
+{
+    run_both(t->plan, t->f, &t->one);
+    run_one_pass(t->plan, t->f, &t->one, &t->other);
+    for (int64_t n = 0; n < tensor_count(&t->one.kl); n++) {
+        const double of_forward = tensor_get(&t->one.kl, n), of_one_pass = tensor_get(&t->other.kl, n);
+        if (!(of_forward > 1e6 && fabs(of_one_pass / of_forward - 1) < 1e-3))
+            trial_fail(t, "KL %lld is %g in a forward and %g in one pass", (long long)n, of_forward, of_one_pass);
+    }
+}
+
+static const test_case mass_next_to_a_sink[] = {
+    {"mass next to a sink", SHAPE(1, 5, 67), SMALL, SINKS_ABOVE(50, 1e30), STUDENT_ONLY},
+    {"mass next to a sink, groups", SHAPE(1, 5, 67), HEADS(4, 2), DIMS(16, 16), SINKS_ABOVE(50, 1e30), STUDENT_ONLY},
+};
+
+static void overflow_all_logits(fixture *f)
+{
+    const test_tensor *const queries[] = {&f->q_t, &f->q_s}, *const keys[] = {&f->k_t, &f->k_s};
+    for (int side = 0; side < 2; side++) {
+        tensor_set_all(queries[side], 1e30);
+        tensor_set_all(keys[side], -1e30);
+    }
+}
+
+/* Keys without mass leave everything to the sinks. */
+static void check_only_sinks_have_mass(trial *t)
+{
+    overflow_all_logits(t->f);
+    run_both(t->plan, t->f, &t->one);
+    assert_elements(t, &t->one.kl, is_zero, "kl");
+    assert_elements(t, &t->one.lse_t, is_finite, "lse_t");
+    assert_elements(t, &t->one.lse_s, is_finite, "lse_s");
+    run_one_pass(t->plan, t->f, &t->one, &t->other);
+    assert_elements(t, &t->other.kl, is_zero, "kl in one pass");
+}
+
+/* Without mass there is no distribution, as without sinks. */
+static void check_sinks_without_mass(trial *t)
+{
+    overflow_all_logits(t->f);
+    for (int side = 0; side < 2; side++)
+        for (int64_t h = 0; h < (side == 0 ? t->f->problem.heads_t : t->f->problem.heads_s); h++)
+            ((float *)(void *)t->f->sinks[side].data)[h] = -INFINITY;
+    run_both(t->plan, t->f, &t->one);
+    assert_elements(t, &t->one.kl, is_nan, "kl");
+    assert_elements(t, &t->one.lse_t, is_minus_infinity, "lse_t");
+    assert_elements(t, &t->one.lse_s, is_minus_infinity, "lse_s");
+}
+
+static const test_case only_sinks[] = {{"only sinks", SHAPE(1, 5, 67), SMALL, SINKS, STUDENT_ONLY}};
+
 int main(void)
 {
 #define IN_ALL_WAYS .every_type = 1, .every_kind = 1
@@ -477,6 +533,9 @@ int main(void)
                .check = check_oracle, .only_cpu = 1),
         TRIALS(more_than_65535_batches_and_heads, many_heads, WITH_ORACLE, .best_on_cpu = 1, .sample = 3),
         TRIALS(more_than_32768_rows_and_none, many_rows, WITH_ORACLE),
+        TRIALS(mass_next_to_a_sink_counts, mass_next_to_a_sink, .check = check_mass_next_to_a_sink, .only_cpu = 1),
+        TRIALS(only_sinks_have_mass, only_sinks, .check = check_only_sinks_have_mass, .only_cpu = 1),
+        TRIALS(sinks_without_mass, only_sinks, .check = check_sinks_without_mass, .only_cpu = 1),
         TRIALS(strides_beyond_32_bits, far_strides, .check = check_far_strides),
     };
     return test_run("faults", tests, COUNT_OF(tests));

@@ -297,6 +297,37 @@ static void check_fork_in_a_call(trial *t)
     skl_plan_destroy(plan);
 }
 
+/* ---- Cancellation --------------------------------------------------------------------------------------------- */
+
+static void set_flag(void *user, int64_t done, int64_t total)
+{
+    (void)done, (void)total;
+    __atomic_store_n((int32_t *)user, 1, __ATOMIC_RELAXED);
+}
+
+/* A flag that is set during a call ends it; once it is cleared, calls of the plan are as before. */
+static void check_cancellation(trial *t)
+{
+    int32_t cancel = 0;
+    skl_options options = skl_options_default();
+    options.kernel = t->kernel, options.threads = 1, options.cancel = &cancel;
+    options.progress = set_flag, options.progress_user = &cancel;
+    skl_plan *plan = NULL;
+    assert_ok(skl_plan_create(&plan, &t->f->problem, &options));
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_FORWARD), SKL_WORKSPACE_ALIGNMENT);
+    const skl_rows rows = results_rows(&t->one);
+    const skl_status status = skl_forward(plan, &t->f->inputs, &rows, workspace.data, workspace.size, NULL);
+    assert_int_equal(status, SKL_ERROR_CANCELLED);
+    assert_string_equal(skl_last_error(), "cancelled: results are not complete");
+    skl_plan_destroy(plan);
+    cancel = 0;
+    options.progress = NULL;
+    assert_ok(skl_plan_create(&plan, &t->f->problem, &options));
+    assert_ok(skl_forward(plan, &t->f->inputs, &rows, workspace.data, workspace.size, NULL));
+    skl_plan_destroy(plan);
+    memory_destroy(&workspace);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -304,6 +335,7 @@ int main(void)
         TRIALS(a_plan_can_be_shared, shared, .check = check_shared_plan, .sample = 3),
         cmocka_unit_test(test_plans_can_be_created_in_any_thread),
         cmocka_unit_test(test_error_messages_are_per_thread),
+        TRIALS(cancelled_calls_end, cases, .check = check_cancellation, .best_on_cpu = 1, .sample = 3),
         TRIALS(progress_reaches_the_total, cases, .check = check_progress, .best_on_cpu = 1, .sample = 3),
         TRIALS(a_forked_child_can_compute, forked, .check = check_forked_child, .best_on_cpu = 1),
         TRIALS(a_child_forked_in_a_call_goes_on, forked, .check = check_fork_in_a_call, .best_on_cpu = 1),

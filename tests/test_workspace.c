@@ -170,11 +170,6 @@ static bool on_hopper(const setting *s)
     return s->gpu != NULL && s->gpu[0] == 'h';
 }
 
-static bool has_sinks(const setting *s)
-{
-    return s->problem.sinks != 0;
-}
-
 static bool has_row_bounds(const setting *s)
 {
     return s->problem.row_bounds != 0;
@@ -227,7 +222,6 @@ static const struct {
     {"CPU", on_cpu},
     {"GPU", on_gpu},
     {"Hopper", on_hopper},
-    {"sinks", has_sinks},
     {"row bounds", has_row_bounds},
     {"16-bit dk", has_16_bit_dk},
     {"up to 8192 keys", has_few_keys},

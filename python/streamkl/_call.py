@@ -196,4 +196,8 @@ def execute(plan: lib.Plan, op: int, inputs: bytes, outputs: tuple, device: torc
     # Blocks of torch's allocator are aligned to 64 bytes, ordered by stream and safe in CUDA graphs.
     size = plan.workspace_sizes[op]
     workspace = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device)
-    lib.check(lib.run_function(op)(plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream_of(device)))
+    arguments = (plan.handle, inputs, *outputs, workspace.data_ptr(), size, stream_of(device))
+    if device.type == "cpu" and plan.is_long:
+        lib.check_interruptible(lambda: lib.run_function(op)(*arguments))
+    else:
+        lib.check(lib.run_function(op)(*arguments))

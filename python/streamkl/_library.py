@@ -9,6 +9,7 @@ import ctypes
 import itertools
 import os
 import struct
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Iterable, NamedTuple
@@ -195,6 +196,43 @@ def check(status: int) -> None:
     raise {_ARGUMENT: ValueError, _MEMORY: MemoryError}.get(status, RuntimeError)(message)
 
 
+# ---- Interrupts ----------------------------------------------------------------------------------------------------
+
+_cancel = ctypes.c_int32(0)  # of all plans; CPU calls end early while it is not 0
+
+
+def check_interruptible(call: Callable[[], int]) -> None:
+    """check(call()), which an interrupt such as Ctrl-C ends early, with the exception of the signal's handler.
+
+    Python handles signals in the main thread, between its own instructions, so there the call runs in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        check(call())
+        return
+    errors: list[Exception] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            check(call())  # here: the library keeps the message of each thread's last error
+        except Exception as error:
+            errors.append(error)
+        done.set()
+
+    threading.Thread(target=run, name="streamkl").start()
+    interrupt: BaseException | None = None
+    while not done.is_set():  # also after a second interrupt: the library still writes to the tensors
+        try:
+            done.wait()
+        except BaseException as error:
+            interrupt, _cancel.value = error, 1
+    _cancel.value = 0
+    if interrupt is not None:
+        raise interrupt
+    if errors:
+        raise errors[0]
+
+
 # ---- Plans ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +245,7 @@ class Plan:
     def __init__(self, problem: Problem, gpu: str | None = None) -> None:
         calls = library()
         c_problem, c_options, handle = skl_problem(problem), skl_options(problem), ctypes.c_void_p()
+        c_options.cancel = ctypes.addressof(_cancel)
         if gpu is not None:
             c_options.device, c_options.device_index, c_options.gpu = CUDA, 0, gpu.encode()
         check(calls.skl_plan_create(ctypes.byref(handle), ctypes.byref(c_problem), ctypes.byref(c_options)))
@@ -214,6 +253,11 @@ class Plan:
         self.workspace_sizes = tuple(calls.skl_plan_workspace_size(handle, op) for op in OPS)
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
+        rows = problem.total_q if problem.packed else problem.batch * problem.len_q
+        # From about 0.1 s of one core on, a call can be interrupted, which costs a thread of its own.
+        self.is_long = (
+            rows * problem.len_k * (problem.heads_t * problem.dim_t + problem.heads_s * problem.dim_s) > 10**9
+        )
 
     def supports(self, op: int) -> bool:
         """Whether calls of an operation run: skl_plan_supports."""

@@ -134,6 +134,7 @@ class SklOptions(ctypes.Structure):
         ("progress", ctypes.c_void_p),
         ("progress_user", ctypes.c_void_p),
         ("gpu", ctypes.c_char_p),
+        ("cancel", ctypes.c_void_p),
     ]
 
 

@@ -1,6 +1,5 @@
 /* skl_plan_explain: builds the call that a caller would make, without its data, and lets the backend describe it. */
 #include "api/contiguous.h"
-#include "api/steps.h"
 #include "base/needs.h"
 #include "base/stats.h"
 #include "base/status.h"
@@ -93,10 +92,6 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
     add_required_rows(p, &needs, &call);
     if (op == SKL_OP_FORWARD || op == SKL_OP_ATTENTION_FORWARD || skl_op_is_one_pass(op))
         call.rows.kl = skl_contiguous_output(p->heads_s, skl_rows_q(p), 1);
-    if (op == SKL_OP_FORWARD && p->sinks) { /* the KL with sinks is made of both LSEs */
-        call.rows.lse_t = skl_contiguous_output(p->heads_t, skl_rows_q(p), 1);
-        call.rows.lse_s = skl_contiguous_output(p->heads_s, skl_rows_q(p), 1);
-    }
     if (op == SKL_OP_ATTENTION_FORWARD)
         call.o_s = skl_contiguous_output(p->heads_s, skl_rows_q(p), p->dim_s);
     if (needs.gradients)
@@ -122,30 +117,6 @@ static skl_status check_arguments(const skl_plan *plan, const skl_inputs *inputs
     return status == SKL_OK && inputs != NULL ? skl_inputs_check_layout(&plan->problem, copy, op) : status;
 }
 
-static void add_sink_step(const skl_plan *plan, const skl_step *step, skl_text *text)
-{
-    const bool on_gpu = plan->backend->device == SKL_CUDA, rows = step->kind == SKL_STEP_SINK_ROWS;
-    skl_text_add(
-        text, "sinks: %s, %s, 1 %s, 0 bytes of workspace (%s)\n", on_gpu ? "cuda_general" : plan->kernel_name,
-        rows ? "sink rows" : "sink gradients", on_gpu ? "split" : "thread",
-        rows ? "a sink is no key: it is added to LSEs and KLs" : "the gradient of a sink is a sum over rows");
-}
-
-static skl_status explain_with_sinks(const skl_plan *plan, const skl_call *call, skl_text *text)
-{
-    const bool is_empty = skl_state_count(&plan->problem) == 0;
-    skl_steps steps;
-    skl_steps_with_sinks(plan, call, &steps);
-    for (int n = 0; n < steps.count; n++) {
-        const skl_step *const step = &steps.at[n];
-        if (step->kind == SKL_STEP_RUN)
-            SKL_TRY(plan->backend->explain(plan, &step->call, text));
-        else if (step->kind == SKL_STEP_SINK_GRADIENTS || !is_empty)
-            add_sink_step(plan, step, text);
-    }
-    return SKL_OK;
-}
-
 static skl_status explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, skl_text *text)
 {
     const skl_attention attention = contiguous_attention(&plan->problem);
@@ -153,7 +124,14 @@ static skl_status explain(const skl_plan *plan, const skl_inputs *inputs, skl_op
     const skl_stats stats = contiguous_stats(&plan->problem, call.inputs.lse_s.data != NULL);
     call.attention = skl_op_is_attention(op) ? &attention : NULL;
     call.stats = op == SKL_OP_ATTENTION_STATS ? &stats : NULL;
-    return plan->problem.sinks ? explain_with_sinks(plan, &call, text) : plan->backend->explain(plan, &call, text);
+    SKL_TRY(plan->backend->explain(plan, &call, text));
+    const bool on_gpu = plan->backend->device == SKL_CUDA;
+    if (skl_call_has_sink_gradients(&call))
+        skl_text_add(text,
+                     "sinks: %s, sink gradients, 1 %s, 0 bytes of workspace (the gradient of a sink is a sum over "
+                     "rows)\n",
+                     on_gpu ? "cuda_general" : plan->kernel_name, on_gpu ? "split" : "thread");
+    return SKL_OK;
 }
 
 size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, skl_op op, char *buffer, size_t size)

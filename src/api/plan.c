@@ -1,7 +1,6 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
-#include "api/steps.h"
 #include "base/backend.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -46,7 +45,7 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
         return skl_fail(SKL_ERROR_ARGUMENT, "options.deterministic=%d: must be 0 or 1", (int)options.deterministic);
     if (options.gpu != NULL && options.device != SKL_CUDA)
         return skl_fail(SKL_ERROR_ARGUMENT, "options.gpu=%s: needs options.device=SKL_CUDA", options.gpu);
-    skl_plan made = {.progress = options.progress, .progress_user = options.progress_user};
+    skl_plan made = {.progress = options.progress, .progress_user = options.progress_user, .cancel = options.cancel};
     skl_status status = skl_problem_check(&made.problem, problem);
     if (status != SKL_OK)
         return status;
@@ -60,8 +59,6 @@ skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const sk
         return status;
     if (!(made.problem.gradients & SKL_DV_S))
         made.workspace_size[SKL_OP_ATTENTION_FORWARD] = made.workspace_size[SKL_OP_ATTENTION_BACKWARD] = 0;
-    if (made.problem.sinks)
-        skl_sinks_extend_workspace(&made);
     skl_plan *const kept = malloc(sizeof *kept);
     if (kept == NULL) {
         free(made.of_backend);

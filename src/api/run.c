@@ -1,4 +1,3 @@
-#include "api/steps.h"
 #include "base/arrays.h"
 #include "base/backend.h"
 #include "base/status.h"
@@ -18,7 +17,8 @@ static skl_status check_given(const void *argument, const char *name)
 static skl_status check_and_run(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     SKL_TRY(skl_call_check(plan, call, workspace_size));
-    return plan->problem.sinks ? skl_run_with_sinks(plan, call) : plan->backend->run(plan, call);
+    SKL_TRY(plan->backend->run(plan, call));
+    return skl_call_has_sink_gradients(call) ? plan->backend->sink_gradients(plan, call) : SKL_OK;
 }
 
 skl_status skl_inputs_check(const skl_plan *plan, const skl_inputs *inputs)
@@ -153,5 +153,5 @@ skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inputs, con
         (inputs != NULL && skl_struct_read(&skl_struct_inputs, &call.inputs, inputs)))
         return SKL_ERROR_ARGUMENT;
     SKL_TRY(skl_call_check(plan, &call, 0));
-    return plan->problem.sinks ? skl_finish_with_sinks(plan, &call) : plan->backend->states_finish(plan, &call);
+    return plan->backend->states_finish(plan, &call);
 }

@@ -28,6 +28,11 @@ SKL_HOST_DEVICE int skl_only_lse_s(const skl_call *call)
            rows->cross_entropy.data == NULL && rows->entropy.data == NULL && rows->mass.data == NULL;
 }
 
+SKL_HOST_DEVICE int skl_call_has_sink_gradients(const skl_call *call)
+{
+    return call->gradients.dsink_t != NULL || call->gradients.dsink_s != NULL;
+}
+
 typedef struct skl_backend skl_backend;
 
 struct skl_plan {
@@ -43,16 +48,8 @@ struct skl_plan {
     void *of_backend;                        /* GPU: skl_cuda_plan, allocated with the plan; CPU: NULL */
     skl_progress progress;
     void *progress_user;
+    const int32_t *cancel; /* CPU; may be NULL */
 };
-
-/* Turns row results of the keys into those of keys and sink: see base/sinks.h. */
-typedef struct skl_sink_rows {
-    skl_inputs inputs;           /* sinks, lengths and bounds */
-    skl_input lse_t, lse_s;      /* of the row; no data: that side is not needed */
-    int covers_t, covers_s;      /* an LSE includes the sink already */
-    skl_output kl, out_t, out_s; /* kl: of the keys, becomes that of keys and sink; LSEs; no data: not requested */
-    skl_stream stream;
-} skl_sink_rows;
 
 struct skl_backend {
     skl_device device;
@@ -68,9 +65,8 @@ struct skl_backend {
     /* Adds one line per launch of the call: see skl_plan_explain. Reads no tensor; data may be placeholders. */
     skl_status (*explain)(const skl_plan *plan, const skl_call *call, skl_text *text);
     int (*kernel_at)(int32_t index, skl_kernel_info *info);
-    skl_status (*sink_rows)(const skl_plan *plan, const skl_sink_rows *rows);
-    /* dsink_t and dsink_s of a call from inputs.lse_*, which include the sinks, and kl where it is needed. */
-    skl_status (*sink_gradients)(const skl_plan *plan, const skl_call *call, const skl_input *kl);
+    /* dsink_t and dsink_s, after `run` of the call, from inputs.lse_* and, where it is needed, the KL of each row. */
+    skl_status (*sink_gradients)(const skl_plan *plan, const skl_call *call);
 };
 
 extern const skl_backend skl_cpu_backend;

@@ -27,9 +27,6 @@
  * shift, as eager PyTorch does, and refuse, by NaN, to recover probabilities from an LSE. */
 #define SKL_HUGE_LOGIT 1048576.0F
 
-/* Keys whose probability is less than this next to a sink have no mass: f32 sums of them may have underflowed. */
-#define SKL_NO_MASS 0x1p-60
-
 SKL_HOST_DEVICE skl_row_state skl_state_empty(void)
 {
     const skl_row_state state = {-INFINITY, 0.0F, -INFINITY, 0.0F, 0.0F};
@@ -100,20 +97,23 @@ SKL_HOST_DEVICE float skl_mass(float lse_of_mean, int lse_given)
  *
  *     dot_h = mean + share * sum_j P_hj (phi_j - mean)
  *
- * `mean` is the mean of phi under P, and `share` the probability of the visible keys under the given LSEs. With
- * computed LSEs the share is 1 and P_h sums to 1; any mean gives the same result, and 0 adds no rounding error. */
+ * `mean` is the mean of phi under P. `share` is the probability of the visible keys under given LSEs that may cover
+ * more keys. Other LSEs are those of the visible keys, rounded to f32: then P_h sums to 1 only up to that rounding,
+ * and a kernel that `normalizes` divides by the sum instead. At the peak of a row phi - dot_h may be far smaller than
+ * either. */
 typedef struct skl_dot_rule {
     float mean, share;
+    int normalizes;
 } skl_dot_rule;
 
-SKL_HOST_DEVICE skl_dot_rule skl_dot_rule_of(const skl_row_state *state, int reverse, int lse_given)
+SKL_HOST_DEVICE skl_dot_rule skl_dot_rule_of(const skl_row_state *state, int reverse, int wider_lse)
 {
-    const skl_dot_rule plain = {0.0F, 1.0F};
-    if (!lse_given || skl_state_is_empty(state))
-        return plain;
-    const skl_dot_rule forward_rule = {skl_state_kl(state), exp2f(state->m_a) * state->l_a};
-    const skl_dot_rule reverse_rule = {-1.0F, exp2f(state->m_b) * state->l_b};
-    return reverse ? reverse_rule : forward_rule;
+    const skl_dot_rule empty = {0.0F, 1.0F, 0};
+    if (skl_state_is_empty(state))
+        return empty;
+    const float mass = reverse ? exp2f(state->m_b) * state->l_b : exp2f(state->m_a) * state->l_a;
+    const skl_dot_rule rule = {reverse ? -1.0F : skl_state_kl(state), wider_lse ? mass : 1.0F, !wider_lse};
+    return rule;
 }
 
 /* In double, because an error in an LSE affects all probabilities of the row in a backward. */

@@ -85,9 +85,14 @@ SKL_HOST_DEVICE int64_t skl_key_head(const skl_side *side, int64_t head)
     return head / (side->heads / side->key_heads);
 }
 
+SKL_HOST_DEVICE const float *skl_row_at(const skl_input *rows, const skl_sequence *s, int64_t head, int64_t i)
+{
+    return (const float *)rows->data + SKL_ROW(*rows, s->batch, head, s->query_begin + i);
+}
+
 SKL_HOST_DEVICE float skl_row_value(const skl_input *rows, const skl_sequence *s, int64_t head, int64_t i)
 {
-    return ((const float *)rows->data)[SKL_ROW(*rows, s->batch, head, s->query_begin + i)];
+    return *skl_row_at(rows, s, head, i);
 }
 
 SKL_HOST_DEVICE void skl_row_set(const skl_output *rows, const skl_sequence *s, int64_t head, int64_t i, float value)

@@ -21,8 +21,9 @@ const char *skl_last_error(void)
 
 const char *skl_status_name(skl_status status)
 {
-    static const char *const names[] = {"SKL_OK",           "SKL_ERROR_ARGUMENT",  "SKL_ERROR_UNSUPPORTED",
-                                        "SKL_ERROR_MEMORY", "SKL_ERROR_WORKSPACE", "SKL_ERROR_DEVICE"};
+    static const char *const names[] = {
+        "SKL_OK",           "SKL_ERROR_ARGUMENT", "SKL_ERROR_UNSUPPORTED", "SKL_ERROR_MEMORY", "SKL_ERROR_WORKSPACE",
+        "SKL_ERROR_DEVICE", "SKL_ERROR_CANCELLED"};
     const size_t index = (size_t)status;
     return index < sizeof names / sizeof names[0] ? names[index] : "unknown status";
 }

@@ -198,10 +198,9 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const for_finish =
-        indexer ? ": rows.lse_t of an indexer needs it" : ": rows.lse_t with heads_t > heads_s needs it";
+        indexer ? ": rows.lse_t of an indexer needs it" : ": rows.lse_t or sinks with heads_t > heads_s need it";
     const char *const lse_t_why = finish ? for_finish : call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
-    const bool kl_of_lses = p->sinks && (finish || call->op == SKL_OP_FORWARD) && rows->kl.data != NULL;
-    const bool finish_of_groups = finish && teacher_groups && (rows->lse_t.data != NULL || kl_of_lses);
+    const bool finish_of_groups = finish && teacher_groups && (rows->lse_t.data != NULL || p->sinks);
     const need lse_t_need = needs.lse_t || finish_of_groups ? REQUIRED : OPTIONAL;
     const need key_need = finish ? OPTIONAL : REQUIRED; /* states stand for queries and keys */
     const char *const in_finish = " in skl_states_finish";
@@ -214,8 +213,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
                                     : indexer  ? " for an indexer: its teacher is fixed"
                                     : teacher_groups ? for_dots
                                                      : teacher_groups_only;
-    const need lse_out_need = one_pass ? REFUSED : kl_of_lses ? REQUIRED : OPTIONAL;
-    const char *const lse_out_why = one_pass ? known : ": with sinks, the KL is made of both LSEs";
+    const need lse_out_need = one_pass ? REFUSED : OPTIONAL;
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
     const char *const indexer_out_why = finish ? in_finish : indexer_only;
     const need indexer_out_need = indexer && !finish ? OPTIONAL : REFUSED;
@@ -269,8 +267,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
                finish || call->op == SKL_OP_PARTIAL ? REQUIRED : OPTIONAL, ""),
         TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
                one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
-        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, lse_out_why),
-        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, lse_out_why),
+        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
+        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
         TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
         TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
                indexer_out_why),

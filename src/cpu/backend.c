@@ -161,7 +161,8 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     for (int i = 0; i < passes.count; i++)
         s.work_total += skl_pass_items(plan, &passes.pass[i]);
     for (int i = 0; i < passes.count; i++)
-        skl_schedule_run(&s, &passes.pass[i]);
+        if (!skl_schedule_run(&s, &passes.pass[i]))
+            return skl_fail(SKL_ERROR_CANCELLED, "cancelled: results are not complete");
     if (call->stats != NULL)
         skl_cpu_stats_finish(p, call, &s.task.stats);
     return SKL_OK;
@@ -183,13 +184,19 @@ static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const 
 
 static void finish_row(const skl_problem *p, const skl_call *call, const skl_sequence *s, int64_t head, int64_t i)
 {
-    const row_sums sums = row_sums_of_state(&call->states[skl_state_index(p, s, head, i)]);
     const bool reverse = p->direction == SKL_KL_REVERSE;
+    row_sums sums = row_sums_of_state(&call->states[skl_state_index(p, s, head, i)]);
+    const int64_t group_size = skl_group_size(p);
+    if (p->sinks && !row_sums_is_empty(&sums)) {
+        const skl_input *const given = &call->inputs.lse_t;
+        const skl_row_lses lses = {group_size, group_size > 1 ? skl_row_at(given, s, head * group_size, i) : NULL,
+                                   given->stride_head, NULL};
+        sums = row_sums_merge(sums, row_sums_of_sink(skl_sink_logits_of(&call->inputs, head, lses), reverse));
+    }
     const float lse_a = row_lse(sums.m_a, sums.l_a);
     const float lse_b = row_lse(sums.m_b, sums.l_b);
     skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(row_kl(&sums)));
     skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_a : lse_b);
-    const int64_t group_size = skl_group_size(p);
     const float lse_t = reverse ? lse_b : lse_a; /* with teacher groups, relative to the given LSEs */
     for (int64_t h = head * group_size; call->rows.lse_t.data != NULL && h < (head + 1) * group_size; h++) {
         const float given = skl_has_teacher_groups(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
@@ -212,29 +219,11 @@ static skl_status states_finish(const skl_plan *plan, const skl_call *call)
 
 /* ---- Sinks -------------------------------------------------------------------------------------------------- */
 
-static skl_status sink_rows(const skl_plan *plan, const skl_sink_rows *rows)
-{
-    const skl_problem *const p = &plan->problem;
-    const skl_range all_keys = {0, INT64_MAX};
-    for (int64_t b = 0; b < p->batch; b++) {
-        const skl_sequence s = skl_sequence_at(p, &rows->inputs, all_keys, b);
-        for (int64_t h = 0; h < p->heads_s; h++)
-            for (int64_t i = 0; i < s.query_count; i++)
-                skl_sink_row(p, rows, &s, h, i);
-    }
-    const int64_t used = p->packed ? rows->inputs.cu_seqlens_q[p->batch] : 0;
-    const skl_sequence tail = {.query_begin = used, .query_count = p->packed ? p->total_q - used : 0};
-    for (int64_t h = 0; h < p->heads_s; h++)
-        for (int64_t i = 0; i < tail.query_count; i++)
-            skl_sink_tail(p, rows, &tail, h, i);
-    return SKL_OK;
-}
-
 /* Teacher gradients have one teacher head per student head. */
-static void add_sink_gradient(const skl_plan *plan, const skl_call *call, const skl_input *kl, int64_t head,
-                              bool of_teacher)
+static void add_sink_gradient(const skl_plan *plan, const skl_call *call, int64_t head, bool of_teacher)
 {
     const skl_problem *const p = &plan->problem;
+    const skl_input kl = skl_known_rows(skl_op_is_one_pass(call->op), &call->inputs.kl, &call->rows.kl);
     double sum = 0.0;
     for (int64_t b = 0; b < p->batch; b++) {
         const skl_sequence s = skl_sequence_at(p, &call->inputs, call->keys, b);
@@ -243,19 +232,19 @@ static void add_sink_gradient(const skl_plan *plan, const skl_call *call, const 
             const skl_input *const grad_kl = &call->inputs.grad_kl;
             const float grad = grad_kl->data != NULL ? skl_row_value(grad_kl, &s, head, i) : 1.0F;
             if (sees.begin < sees.end && grad != 0.0F)
-                sum += (double)grad * skl_sink_gradient(p, &call->inputs, kl, &s, head, i, of_teacher);
+                sum += (double)grad * skl_sink_gradient(p, &call->inputs, &kl, &s, head, i, of_teacher);
         }
     }
     (of_teacher ? call->gradients.dsink_t : call->gradients.dsink_s)[head] = (float)sum;
 }
 
-static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, const skl_input *kl)
+static skl_status sink_gradients(const skl_plan *plan, const skl_call *call)
 {
     for (int64_t h = 0; h < plan->problem.heads_s; h++) {
         if (call->gradients.dsink_s != NULL)
-            add_sink_gradient(plan, call, kl, h, false);
+            add_sink_gradient(plan, call, h, false);
         if (call->gradients.dsink_t != NULL)
-            add_sink_gradient(plan, call, kl, h, true);
+            add_sink_gradient(plan, call, h, true);
     }
     return SKL_OK;
 }
@@ -285,5 +274,4 @@ const skl_backend skl_cpu_backend = {.device = SKL_CPU,
                                      .release = release,
                                      .explain = skl_cpu_explain,
                                      .kernel_at = kernel_at,
-                                     .sink_rows = sink_rows,
                                      .sink_gradients = sink_gradients};

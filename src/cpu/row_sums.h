@@ -18,7 +18,7 @@
 #include <math.h>
 #include <stdbool.h>
 
-#include "base/kl_math.h"
+#include "base/sinks.h"
 
 typedef struct row_sums {
     double m_a, l_a, m_b, l_b, w;
@@ -55,6 +55,15 @@ static inline row_sums row_sums_merge(row_sums x, row_sums y)
     return sum;
 }
 
+/* The state of a sink, as if it were a row's only key. Where only A gives it mass, the KL is infinite. */
+static inline row_sums row_sums_of_sink(skl_sink_logits sink, bool reverse)
+{
+    const double a = (double)(reverse ? sink.s : sink.t), b = (double)(reverse ? sink.t : sink.s);
+    const row_sums sums = {a, a == -INFINITY ? 0.0 : 1.0, b, b == -INFINITY ? 0.0 : 1.0,
+                           b == -INFINITY && a > -INFINITY ? INFINITY : 0.0};
+    return sums;
+}
+
 /* KL of sums that are not empty. It is NaN if one side has no mass. */
 static inline double kl_of_sums(double l_a, double l_b, double w)
 {
@@ -74,18 +83,6 @@ static inline float one_pass_kl(const row_sums *s, int64_t key_count)
     return key_count == 1 && isfinite(kl) ? 0.0F : kl;
 }
 
-/* The same where the given LSEs include sinks, next to which the keys may have no mass. Then there is no KL of the
- * keys alone. The result leaves out what skl_kl_with_sinks leaves out, too: the mass of B, whose LSE is -inf. */
-static inline float one_pass_kl_with_sinks(row_sums *s, int64_t key_count)
-{
-    if (s->l_a < SKL_NO_MASS)
-        return 0.0F;
-    if (s->l_b >= SKL_NO_MASS || key_count == 0)
-        return one_pass_kl(s, key_count);
-    s->l_b = 0.0;
-    return (float)kl_of_sums(s->l_a, 1.0, s->w);
-}
-
 static inline float row_lse(double m, double l)
 {
     return l == 0.0 ? -INFINITY : (float)(m + log(l));
@@ -98,14 +95,14 @@ static inline float row_entropy(const row_sums *s)
 }
 
 /* skl_dot_rule of a row. */
-static inline skl_dot_rule row_dot_rule(const row_sums *s, bool reverse, bool lse_given)
+static inline skl_dot_rule row_dot_rule(const row_sums *s, bool reverse, bool wider_lse)
 {
-    const skl_dot_rule plain = {0.0F, 1.0F};
-    if (!lse_given || row_sums_is_empty(s))
-        return plain;
-    const skl_dot_rule forward_rule = {row_kl(s), (float)(exp(s->m_a) * s->l_a)};
-    const skl_dot_rule reverse_rule = {-1.0F, (float)(exp(s->m_b) * s->l_b)};
-    return reverse ? reverse_rule : forward_rule;
+    const skl_dot_rule empty = {0.0F, 1.0F, 0};
+    if (row_sums_is_empty(s))
+        return empty;
+    const double mass = reverse ? exp(s->m_b) * s->l_b : exp(s->m_a) * s->l_a;
+    const skl_dot_rule rule = {reverse ? -1.0F : row_kl(s), wider_lse ? (float)mass : 1.0F, !wider_lse};
+    return rule;
 }
 
 /* ---- Public states: base 2 and f32 -------------------------------------------------------------------------- */

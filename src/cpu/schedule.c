@@ -46,12 +46,19 @@ static void claim_counter(const skl_schedule *s, const skl_task *task)
     skl_ordered_sum_advance(&task->ordered_sum, task->item, 0);
 }
 
+static bool is_cancelled(const skl_plan *plan)
+{
+    return plan->cancel != NULL && __atomic_load_n(plan->cancel, __ATOMIC_RELAXED) != 0;
+}
+
+/* A worker that finds the call cancelled takes no further item. Items wait only for earlier ones, which other workers
+ * have taken and complete. */
 static void run_tasks(void *context, int worker)
 {
     skl_schedule *const s = context;
     skl_task task = s->task;
     task.scratch = (float *)(void *)(s->scratch + (size_t)worker * s->scratch_size);
-    for (;;) {
+    while (!is_cancelled(s->plan)) {
         const int64_t item = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed);
         if (item >= s->item_count)
             return;
@@ -133,17 +140,20 @@ static void set_pass(skl_schedule *s, const skl_cpu_pass *pass)
     s->task.teacher_side = pass->teacher_side;
 }
 
-void skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass)
+bool skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass)
 {
     set_pass(s, pass);
     if (s->item_count == 0)
-        return;
+        return true;
     atomic_init(&s->next, 0);
     atomic_init(&s->done, 0);
     skl_ordered_sum_init(&s->task.ordered_sum);
     const int64_t threads = skl_min(s->plan->workers, s->item_count); /* never more threads than items */
     skl_pool_run((int)threads, run_tasks, s);
+    if (is_cancelled(s->plan))
+        return false;
     s->work_before += s->item_count;
     if (s->plan->progress != NULL)
         s->plan->progress(s->plan->progress_user, s->work_before, s->work_total);
+    return true;
 }

@@ -33,7 +33,7 @@ int64_t skl_key_sums_count(const skl_problem *problem, int32_t workers);
 /* Number of items of a pass. */
 int64_t skl_pass_items(const skl_plan *plan, const skl_cpu_pass *pass);
 
-/* Runs every item of a pass and returns when all are done. */
-void skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass);
+/* Runs every item of a pass and returns when all are done. Returns false if the plan's calls are cancelled. */
+bool skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass);
 
 #endif

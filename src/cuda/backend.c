@@ -86,6 +86,10 @@ static skl_cuda_params halves_of(const skl_problem *p, const skl_call *call, boo
     forward.inputs.q_s = input_from(side.q, side.dtype, halves.apart ? halves.heads : 0);
     forward.inputs.k_s = input_from(side.k, side.dtype, halves.apart && side.key_heads > 1 ? halves.key_heads : 0);
     forward.inputs.lse_t = forward.inputs.lse_s = none;
+    if (p->sinks) {
+        forward.inputs.sink_t = of_teacher ? call->inputs.sink_t : call->inputs.sink_s;
+        forward.inputs.sink_s = forward.inputs.sink_t + (halves.apart ? halves.heads : 0);
+    }
     forward.rows.lse_t = forward.rows.lse_s = lse;
     forward.rows.lse_s.data = halves.apart ? (float *)lse.data + halves.heads * lse.stride_head : NULL;
     skl_cuda_params params = params_of(&halves.problem, &forward);
@@ -236,15 +240,9 @@ static skl_status states_finish(const skl_plan *plan, const skl_call *call)
                : run_step(plan, call, "states, finish", skl_cuda_states_finish, NULL);
 }
 
-static skl_status sink_rows(const skl_plan *plan, const skl_sink_rows *rows)
+static skl_status sink_gradients(const skl_plan *plan, const skl_call *call)
 {
-    const skl_call call = {.inputs = rows->inputs, .keys = {0, INT64_MAX}, .stream = rows->stream};
-    return run_step(plan, &call, "sinks, rows", skl_cuda_sink_rows, rows);
-}
-
-static skl_status sink_gradients(const skl_plan *plan, const skl_call *call, const skl_input *kl)
-{
-    return run_step(plan, call, "sinks, gradients", skl_cuda_sink_gradients, kl);
+    return run_step(plan, call, "sinks, gradients", skl_cuda_sink_gradients, NULL);
 }
 
 /* ---- Memory of one call --------------------------------------------------------------------------------------- */
@@ -278,5 +276,4 @@ const skl_backend skl_cuda_backend = {.device = SKL_CUDA,
                                       .release = release,
                                       .explain = explain,
                                       .kernel_at = skl_cuda_kernel_info_at,
-                                      .sink_rows = sink_rows,
                                       .sink_gradients = sink_gradients};

@@ -123,7 +123,6 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_STATS_CLEAR          "clear statistics"
 #define SKL_VARIANT_STATS_SUMS           "sums of statistics"
 #define SKL_VARIANT_STATS_WEIGHTS        "weights of rows"
-#define SKL_VARIANT_SINK_ROWS            "sink rows"
 #define SKL_VARIANT_SINK_GRADIENTS       "sink gradients"
 
 /* Every launcher reports its kernel, variant and number of splits here. Tests compare the reports with what
@@ -217,10 +216,9 @@ skl_cuda_launch_function skl_cuda_clear_tails;   /* clears rows and gradients af
 skl_cuda_launch_function skl_cuda_bounds_by_key; /* fills params->key_bounds */
 skl_cuda_launch_function skl_cuda_two_term_rows; /* makes two-term rows: q and k of params->a and params->b */
 
-/* Steps over rows. Merging reads the states at `argument`, finishing reads nothing there, sinks read a skl_sink_rows
- * or the skl_input of the KLs. */
+/* Steps over rows. Merging reads the states at `argument`; the other steps read nothing there. */
 typedef cudaError_t skl_cuda_row_step(const skl_cuda_params *params, const void *argument);
-skl_cuda_row_step skl_cuda_states_merge, skl_cuda_states_finish, skl_cuda_sink_rows, skl_cuda_sink_gradients;
+skl_cuda_row_step skl_cuda_states_merge, skl_cuda_states_finish, skl_cuda_sink_gradients;
 
 #ifdef __cplusplus
 }

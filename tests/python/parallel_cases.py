@@ -387,6 +387,10 @@ def different_calls():
     expect(ValueError, f"causal: {rank == 0} on rank {rank} of the group differs", *tensors, causal=rank == 0)
     expect(ValueError, "parallel.comm: ", *tensors, comm="ring" if rank == 0 else "allgather")
     expect(ValueError, "q_s: ", *tensors[:2], *(tensor.bfloat16() if rank == 0 else tensor for tensor in tensors[2:]))
+    sinks = make_sinks(tensors[0].shape[2], tensors[2].shape[2])
+    expect(ValueError, "sink_s: the checksum of its values on rank ", *tensors, **(sinks | dict(sink_s=sinks["sink_s"] + rank)))
+    swapped = sinks["sink_t"].flip(0) if rank == 0 else sinks["sink_t"]
+    expect(ValueError, "sink_t: the checksum of its values on rank ", *tensors, **(sinks | dict(sink_t=swapped)))
     faulty = [tensors[0], tensors[1], tensors[2][:, :6], tensors[3]]
     if rank == 0:
         expect(ValueError, "query lengths 8 and 6 must be equal", *faulty)

@@ -1,5 +1,8 @@
 """Every error message contains the argument, its value and what is accepted."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from cases import make_tensors
@@ -258,3 +261,21 @@ def test_check_lse(case, monkeypatch):
     monkeypatch.setenv("STREAMKL_CHECK_LSE", "1")
     with pytest.raises(ValueError, match="lse_t: .* must be"):
         streamkl.attention_kl(*tensors, lse_t=lse_t + 0.1, lse_s=lse_s, **options)
+
+
+def test_ctrl_c_ends_a_long_call():
+    """The call below takes minutes. The signal arrives while the library computes."""
+    program = """
+import os, signal, threading, time, torch, streamkl
+q, k = (torch.randn(1, 32768, 8, 64) for _ in range(2))
+threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+begin = time.monotonic()
+try:
+    streamkl.attention_kl(q, k, k, q)
+except KeyboardInterrupt:
+    print("interrupted after", time.monotonic() - begin)
+print(streamkl.attention_kl(q[:, :1024], k[:, :1024], k[:, :1024], q[:, :1024]).item() > 0)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    words = result.stdout.split()
+    assert words[:2] == ["interrupted", "after"] and float(words[2]) < 20 and words[3] == "True", result.stdout

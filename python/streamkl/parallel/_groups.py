@@ -35,14 +35,21 @@ def group_of(name: str, given: Any) -> dist.ProcessGroup:
     return given
 
 
-def agree(group: dist.ProcessGroup, device: torch.device, facts: dict[str, Any], fault: Exception | None) -> None:
-    """Raises an error on every rank if the ranks differ in a fact, or if one of them has a `fault`.
+def agree(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    facts: dict[str, Any],
+    values: dict[str, torch.Tensor],
+    fault: Exception | None,
+) -> None:
+    """Raises an error on every rank if the ranks differ in a fact or in `values`, or if one of them has a `fault`.
 
     A collective call with different shapes would hang, or sum the wrong numbers. On a GPU the comparison is an assertion of
     the device, so that the host does not wait for it.
     """
     sums = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
     own = _to_device(torch.tensor([0 if fault is None else 1, *sums]), device)
+    own = torch.cat([own, *(_checksum(value) for value in values.values())])
     world = dist.get_world_size(group)
     all_ranks = own.new_empty(world * len(own))
     all_gather(all_ranks, own, group=group)
@@ -55,10 +62,17 @@ def agree(group: dist.ProcessGroup, device: torch.device, facts: dict[str, Any],
     faulty, *differing = (all_ranks != own).T.tolist()
     if any(faulty):
         raise RuntimeError(f"streamkl: rank {faulty.index(True)} of the group refused its arguments: see its message")
-    for (name, fact), ranks in zip(facts.items(), differing):
+    compared = [*facts.items(), *((name, "the checksum of its values") for name in values)]
+    for (name, fact), ranks in zip(compared, differing):
         if any(ranks):
             own_rank, other = dist.get_rank(group), ranks.index(True)
             raise ValueError(f"{name}: {fact} on rank {own_rank} of the group differs from that on rank {other}")
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    """One number, on the device of the values, that depends on each of their bits and on their order."""
+    bits = values.detach().float().flatten().view(torch.int32).long()
+    return (bits * torch.arange(1, len(bits) + 1, device=bits.device)).sum().view(1)
 
 
 def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:

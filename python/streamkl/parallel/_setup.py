@@ -70,8 +70,10 @@ class Groups:
         }
         is_spread = self.tp is not None and dist.get_world_size(self.tp) > 1
         fault = _fault_of(self._check, tensors, rows, lengths, options)
-        for group in [self.cp] * self.is_split + [self.tp] * is_spread:
-            fault = _fault_of(agree, group, tensors[0].device, facts, fault) or fault
+        # Ranks of the tensor group have teacher heads of their own; sinks of the others are copies of one parameter.
+        for group, equal in [(self.cp, ("sink_t", "sink_s"))] * self.is_split + [(self.tp, ("sink_s",))] * is_spread:
+            sinks = {name: tensor for name, tensor in zip(TENSORS, tensors) if name in equal and tensor is not None}
+            fault = _fault_of(agree, group, tensors[0].device, facts, sinks, fault) or fault
         if fault is not None:
             raise fault
         operators = _COMMS[self.comm](self.cp, self.layout) if self.is_split else Operators

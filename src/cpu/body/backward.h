@@ -422,14 +422,12 @@ static void backward_query_tile(const tile *t)
     for (int64_t h = 0; dq_t && h < t->group_size; h++)
         store_dq(t, &t->teacher, t->head * t->group_size + h, t->dq_t + h * rows);
     for (int64_t i = 0; skl_op_is_one_pass(call->op) && !t->task->rows_known && i < t->count; i++) {
+        const int64_t key_count = keys_seen(t, i);
         row_sums sums = sums_of(t, i);
-        /* Requested with sinks: the LSE of the keys alone, of B. */
-        const skl_output *const of_b = t->reverse ? &call->rows.lse_t : &call->rows.lse_s;
-        const float lse_b = t->reverse ? t->lse_t[i] : t->lse_s[i];
-        const float kl =
-            of_b->data != NULL ? one_pass_kl_with_sinks(&sums, keys_seen(t, i)) : one_pass_kl(&sums, keys_seen(t, i));
+        sums.m_a = sums.m_b = 0.0; /* logits are relative to the LSEs */
+        sums = with_sink(t, i, sums, true);
+        const float kl = one_pass_kl(&sums, key_count > 0 && t->task->problem->sinks ? key_count + 1 : key_count);
         skl_row_set(&call->rows.kl, &t->sequence, t->head, t->first + i, skl_kl_report(kl));
-        skl_row_set(of_b, &t->sequence, t->head, t->first + i, lse_b + row_lse(0.0, sums.l_b));
     }
 }
 

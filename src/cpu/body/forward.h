@@ -37,10 +37,25 @@ static void reduce_lse(const tile *t, int64_t panel, logits x, const key_tile *k
     }
 }
 
-/* LSEs of one head into lse[height]. */
+/* The sums of a row with its sink, if it has one. */
+static row_sums with_sink(const tile *t, int64_t i, row_sums sums, bool one_pass)
+{
+    const skl_problem *const p = t->task->problem;
+    if (!p->sinks || t->visible[i].begin >= t->visible[i].end)
+        return sums;
+    const skl_row_lses lses = {t->group_size, one_pass || t->group_size > 1 ? t->lse_t + i : NULL, t->height,
+                               one_pass ? t->lse_s + i : NULL};
+    const skl_sink_logits sink = skl_sink_logits_of(&t->task->call->inputs, t->head, lses);
+    return row_sums_merge(sums, row_sums_of_sink(sink, t->reverse));
+}
+
+/* LSEs of one head, with its sink, into lse[height]. */
 static void head_lse(const tile *t, const skl_side *side, int64_t head, const float *qT, float *lse)
 {
-    float *const k = side->q == t->teacher.q ? t->k_t : t->k_s;
+    const bool of_teacher = side->q == t->teacher.q;
+    const skl_inputs *const inputs = &t->task->call->inputs;
+    const float *const sinks = of_teacher ? inputs->sink_t : inputs->sink_s;
+    float *const k = of_teacher ? t->k_t : t->k_s;
     state_reset(t);
     FOR_KEY_TILES(t, keys)
     {
@@ -56,7 +71,9 @@ static void head_lse(const tile *t, const skl_side *side, int64_t head, const fl
     }
     for (int64_t i = 0; i < t->count; i++) {
         const row_sums sums = sums_of(t, i);
-        lse[i] = row_lse(sums.m_a, sums.l_a);
+        const bool has_sink = sinks != NULL && sums.m_a > -INFINITY;
+        lse[i] = has_sink ? (float)skl_lse_with_sink(sums.m_a + log(sums.l_a), (double)sinks[head])
+                          : row_lse(sums.m_a, sums.l_a);
     }
 }
 
@@ -119,7 +136,7 @@ static void finish_rows(const tile *t)
 {
     const skl_rows *const rows = &t->task->call->rows;
     for (int64_t i = 0; i < t->count; i++) {
-        const row_sums sums = sums_of(t, i);
+        const row_sums sums = with_sink(t, i, sums_of(t, i), false);
         const float lse_a = row_lse(sums.m_a, sums.l_a);
         const float lse_b = row_lse(sums.m_b, sums.l_b);
         const float lse_t = t->reverse ? lse_b : lse_a;
@@ -139,14 +156,26 @@ static void finish_rows(const tile *t)
 static skl_dot_rule dot_rule_of(const tile *t, int64_t i)
 {
     const row_sums sums = sums_of(t, i);
-    return row_dot_rule(&sums, t->reverse, t->task->call->inputs.lse_t.data != NULL);
+    const skl_call *const call = t->task->call;
+    return row_dot_rule(&sums, t->reverse, call->inputs.lse_t.data != NULL && !skl_op_is_one_pass(call->op));
+}
+
+/* Loads the LSEs of a one-pass call. Its gradients are made of them, and dot_t cancels most of these gradients where
+ * P is close to S: it must be made of the same LSEs, to the last bit. */
+static void load_given_lses(const tile *t)
+{
+    const skl_inputs *const inputs = &t->task->call->inputs;
+    group_lse(t);
+    load_row_values(t, t->lse_s, &inputs->lse_s, t->head, 0.0F);
 }
 
 /* dot_t of every teacher head: see skl_dot_rule. finish_rows must have run. */
 static void reduce_dots(const tile *t)
 {
+    if (skl_op_is_one_pass(t->task->call->op))
+        load_given_lses(t);
     for (int64_t i = 0; i < t->group_size * t->height; i++)
-        t->dot_sum[i] = 0.0;
+        t->dot_sum[i] = t->head_sum[i] = 0.0;
     float *const mean = t->kl; /* otherwise unused in a forward */
     for (int64_t i = 0; i < t->height; i++)
         mean[i] = i < t->count ? dot_rule_of(t, i).mean : 0.0F;
@@ -170,25 +199,32 @@ static void reduce_dots(const tile *t)
                     const lane_range lanes = lanes_visible(t, row, &keys);
                     const vec lse_s = vec_load(t->lse_s + row);
                     const vec origin = vec_load(mean + row);
-                    vec dot = {0};
+                    vec dot = {0}, mass = {0};
                     for (int32_t key = 0; key < keys.count; key++) {
                         const int64_t at = key * PANEL + column;
                         const vec log_p = vec_load(t->x + panel * TILE_K * PANEL + at);
                         const vec log_s = vec_load(t->y + at) * scale_s - lse_s;
                         const vec term = head_excess(vec_load(z + at), log_p, log_s, origin, t->reverse);
                         dot += (vec)((ivec)term & lane_mask(&lanes, key));
+                        mass += (vec)((ivec)exp_vec(vec_load(z + at)) & lane_mask(&lanes, key));
                     }
                     double *const total = t->dot_sum + h * t->height + row;
+                    double *const head_total = t->head_sum + h * t->height + row;
                     dvec_store(total, dvec_load(total) + dvec_of(dot));
+                    dvec_store(head_total, dvec_load(head_total) + dvec_of(mass));
                 }
             }
         }
     }
     for (int64_t i = 0; i < t->count; i++) {
         const skl_dot_rule rule = dot_rule_of(t, i);
-        for (int64_t h = 0; h < t->group_size; h++)
+        for (int64_t h = 0; h < t->group_size; h++) {
+            const int64_t at = h * t->height + i;
+            const double share =
+                rule.normalizes && t->head_sum[at] > 0.0 ? 1.0 / t->head_sum[at] : (double)rule.share;
             skl_row_set(&t->task->call->rows.dot_t, &t->sequence, t->head * t->group_size + h, t->first + i,
-                        (float)((double)rule.mean + (double)rule.share * t->dot_sum[h * t->height + i]));
+                        (float)((double)rule.mean + share * t->dot_sum[at]));
+        }
     }
 }
 

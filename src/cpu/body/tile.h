@@ -44,9 +44,10 @@ typedef struct tile {
     double *sums;         /* l_a, l_b, w: [3][height] */
     float *lse_t, *lse_s; /* [group_size][height], [height] */
     float *grad, *kl;
-    float *dot_t;    /* [group_size][height] */
-    double *dot_sum; /* the same, while it is summed */
-    float *zero;     /* [height] of 0: the LSE of logits that are already normalised */
+    float *dot_t;     /* [group_size][height] */
+    double *dot_sum;  /* [group_size][height]: sum_j P_hj (phi_j - mean): see skl_dot_rule */
+    double *head_sum; /* [group_size][height]: sum_j P_hj */
+    float *zero;      /* [height] of 0: the LSE of logits that are already normalised */
 
     float *qT_t, *qT_s; /* transposed queries: [group_size][panel][dim][PANEL], [panel][dim][PANEL] */
     float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
@@ -101,6 +102,7 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->lse_t = cut(&scratch, group_size * height);
     t->dot_t = cut(&scratch, group_size * height);
     t->dot_sum = cut_doubles(&scratch, group_size * height);
+    t->head_sum = cut_doubles(&scratch, group_size * height);
     t->lse_s = cut(&scratch, height);
     t->grad = cut(&scratch, height);
     t->kl = cut(&scratch, height);

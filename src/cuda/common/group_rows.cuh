@@ -40,14 +40,16 @@ __device__ inline void write_group_lse_t(const skl_cuda_params &params, bool lse
  * P, made of inputs.lse_t. */
 __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, bool lse_computed,
                                                  const skl_sequence &s, int64_t head, int64_t query,
-                                                 const skl_row_state &state)
+                                                 const skl_row_state &of_keys)
 {
     const skl_problem &p = params.problem;
     const skl_rows &rows = params.call.rows;
     if (params.call.op == SKL_OP_PARTIAL) {
-        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, state);
+        params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, of_keys);
         return {};
     }
+    const skl_row_state state =
+        with_sink(params, s, head, query, of_keys, group_lses(params, s, head, query, skl_group_size(&p)));
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const float m_t = reverse ? state.m_b : state.m_a, m_s = reverse ? state.m_a : state.m_b;
     const float mean_lse_t = skl_lse(m_t, reverse ? state.l_b : state.l_a);

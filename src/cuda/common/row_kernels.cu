@@ -3,7 +3,7 @@
 #include "base/kl_math.h"
 #include "cuda/common/dk_sums.cuh"
 #include "cuda/common/ptx.cuh"
-#include "cuda/common/sequence.cuh"
+#include "cuda/common/sinks.cuh"
 
 constexpr int ROW_THREADS = 256;
 
@@ -139,7 +139,14 @@ static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid
         skl_sequence all_rows = {};
         all_rows.batch = index / length / p.heads_s;
         all_rows.query_count = length;
-        const skl_row_state state = params.call.states[index];
+        const skl_row_state of_keys = params.call.states[index];
+        const bool has_keys = !(of_keys.m_a == -INFINITY && of_keys.l_a == 0.0F);
+        const skl_row_lses lses = group_lses(params, all_rows, head, i, group);
+        const skl_row_state state =
+            p.sinks && has_keys
+                ? skl_state_merge(of_keys,
+                                  state_of_sink(skl_sink_logits_of(&params.call.inputs, head, lses), reverse))
+                : of_keys;
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);
         const float state_lse_t = reverse ? lse_b : lse_a; /* with teacher groups: of the mean, relative to lse_t */

@@ -5,6 +5,7 @@
 #ifndef SKL_CUDA_COMMON_ROW_STATE_CUH
 #define SKL_CUDA_COMMON_ROW_STATE_CUH
 
+#include "cuda/common/sinks.cuh"
 #include "cuda/common/tile_scheduler.cuh"
 
 namespace tensor_core
@@ -279,9 +280,10 @@ __device__ inline void write_row(const skl_cuda_params &params, const skl_sequen
         write_partial_state(params, s, head, query, state);
         return;
     }
-    write_kl(params, s, head, query, state);
-    write_lse(params, s, head, query, state, false);
-    write_lse(params, s, head, query, state, true);
+    const skl_row_state row = with_sink(params, s, head, query, state);
+    write_kl(params, s, head, query, row);
+    write_lse(params, s, head, query, row, false);
+    write_lse(params, s, head, query, row, true);
 }
 
 /* ---- Query tiles -------------------------------------------------------------------------------------------- */

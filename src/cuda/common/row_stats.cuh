@@ -62,29 +62,18 @@ __device__ inline float one_pass_kl(const skl_problem &problem, const skl_sequen
     return sees.begin < sees.end && skl_state_is_empty(&state) ? NAN : reported_kl(problem, s, query, kl);
 }
 
-/* Row results of a one-pass kernel: the KL and, where it is requested for sinks, the LSE of the keys alone, of B.
- * Next to sinks the keys may have no mass: see skl_kl_with_sinks. */
+/* The KL of a one-pass kernel's row. */
 __device__ inline void write_one_pass_row(const backward_params &params, const skl_sequence &s, int64_t head,
-                                          int64_t query, const skl_row_state &state)
+                                          int64_t query, const skl_row_state &of_keys)
 {
-    const skl_rows &rows = params.call.rows;
-    const skl_output &of_b = params.problem.direction == SKL_KL_REVERSE ? rows.lse_t : rows.lse_s;
-    const bool sinks = of_b.data != NULL;
-    const bool no_mass_a = sinks && state.l_a < (float)SKL_NO_MASS;
-    const bool no_mass_b = sinks && state.l_b < (float)SKL_NO_MASS;
-    skl_row_state keys = state;
-    keys.l_b = no_mass_b ? 1.0F : state.l_b;
-    const float kl = skl_state_kl(&keys);
-    skl_row_set(&rows.kl, &s, head, query,
-                no_mass_a   ? 0.0F
-                : no_mass_b ? skl_kl_report(kl)
-                            : one_pass_kl(params.problem, s, query, state, kl));
-    if (sinks)
-        skl_row_set(&of_b, &s, head, query,
-                    row_stat(params, 1, s, head, query) + skl_lse(0.0F, no_mass_b ? 0.0F : state.l_b));
+    const skl_problem &p = params.problem;
+    const skl_row_state state =
+        p.sinks ? with_sink(params, s, head, query, of_keys, skl_given_lses(&p, &params.call.inputs, &s, head, query))
+                : of_keys;
+    skl_row_set(&params.call.rows.kl, &s, head, query, one_pass_kl(p, s, query, state, skl_state_kl(&state)));
 }
 
-/* The same of a warp's rows, from their sums in each lane. The first two lanes of a quad write one of its two rows
+/* The KLs of a warp's rows, from their sums in each lane. The first two lanes of a quad write one of its two rows
  * each, so that the code is there once. `count`: rows of the tile. */
 template <typename TILE>
 __device__ inline void write_one_pass_rows(const backward_params &params, const TILE &tile, int count,

@@ -28,10 +28,11 @@ __device__ inline skl_sequence device_sequence(const skl_cuda_params &params, in
     return s;
 }
 
-__device__ inline bool sees_one_key(const skl_problem &problem, const skl_sequence &s, int64_t query)
+/* A sink is an outcome next to a single key. */
+__device__ inline bool has_one_outcome(const skl_problem &problem, const skl_sequence &s, int64_t query)
 {
     const skl_range sees = skl_visible(&problem, &s, query);
-    return sees.end - sees.begin == 1;
+    return sees.end - sees.begin == 1 && !problem.sinks;
 }
 
 /* The partial state that a kernel returns: without a shift for a row that sees no key, and exact for a single key. */
@@ -44,16 +45,16 @@ __device__ inline skl_row_state partial_state(const skl_problem &problem, const 
                                         : state;
 }
 
-/* The KL that a kernel reports for a row. Over a single key it is 0, whatever the rounding of its logits; infinity
- * and NaN still show. */
-__device__ inline float reported_kl(bool one_key, float kl)
+/* The KL that a kernel reports for a row. Over a single outcome it is 0, whatever the rounding of its logits;
+ * infinity and NaN still show. */
+__device__ inline float reported_kl(bool one_outcome, float kl)
 {
-    return one_key && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
+    return one_outcome && fabsf(kl) < INFINITY ? 0.0F : skl_kl_report(kl);
 }
 
 __device__ inline float reported_kl(const skl_problem &problem, const skl_sequence &s, int64_t query, float kl)
 {
-    return reported_kl(sees_one_key(problem, s, query), kl);
+    return reported_kl(has_one_outcome(problem, s, query), kl);
 }
 
 #endif

@@ -39,9 +39,9 @@ __device__ inline void add_pairs(skl_row_state &state, float *entropy, A a, B b,
         *entropy = e;
 }
 
-__device__ inline skl_lse2 lse2_of_state(const skl_row_state &state)
+__device__ inline double lse2_of_state(const skl_row_state &state)
 {
-    return skl_lse2_split(state.l_a == 0.0F ? -INFINITY : (double)state.m_a + log2((double)state.l_a));
+    return state.l_a == 0.0F ? -INFINITY : (double)state.m_a + log2((double)state.l_a);
 }
 
 /* Row states of each thread's rows over the columns of that thread. They are in shared memory, because the products
@@ -145,8 +145,13 @@ static __device__ void find_group_lse(skl_lse2 *lse, MEMORY &memory, pipeline<CO
 #pragma unroll 1
         for (int i = 0; i < ROWS; i++) {
             const skl_row_state row = row_merge(memory.states[i][threadIdx.x]);
+            const double lse2 = lse2_of_state(row);
+            const bool sink = has_sink(p, tile.work.sequence, tile.query_first + acc_row(i));
             if (first_lane())
-                lse[h * TILE + acc_row(i)] = lse2_of_state(row);
+                lse[h * TILE + acc_row(i)] = skl_lse2_split(
+                    sink ? skl_lse_with_sink(lse2 * SKL_LN2_DOUBLE, (double)params.call.inputs.sink_t[head]) *
+                               SKL_LOG2E_DOUBLE
+                         : lse2);
         }
     }
 }

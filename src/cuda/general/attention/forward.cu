@@ -26,14 +26,34 @@ struct forward_memory {
 
 /* ---- Rows --------------------------------------------------------------------------------------------------- */
 
-/* Writes the results of a row. With a teacher group, also normalises the LSEs of its heads in `lse`. Returns the
- * student's LSE. */
+/* The state of a row with its sink. The LSEs of a teacher group are in `lse`. */
+static __device__ skl_row_state row_with_sink(const skl_cuda_params &params, const tile_position &tile, int row,
+                                              const skl_row_state &state, int64_t group, const skl_lse2 *lse)
+{
+    const skl_problem &p = params.problem;
+    const skl_inputs &inputs = params.call.inputs;
+    const int64_t query = tile.query_first + row, head = tile.work.head;
+    if (group == 1 || !p.sinks || !has_sink(p, tile.work.sequence, query))
+        return with_sink(params, tile.work.sequence, head, query, state);
+    skl_log_sum sum = {-INFINITY, 0.0F};
+    for (int64_t h = 0; h < group; h++) {
+        const skl_lse2 of_head = lse[h * TILE + row];
+        sum = skl_log_sum_add(sum, inputs.sink_t[head * group + h] - (of_head.value + of_head.low) * SKL_LN2);
+    }
+    const skl_sink_logits sink = {sum.largest + logf(sum.sum / (float)group), inputs.sink_s[head]};
+    return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
+}
+
+/* Writes the results of a row. With a teacher group, also normalises the LSEs of its heads in `lse`, unless the call
+ * has both LSEs. Returns the student's LSE. */
 static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_position &tile, int row,
-                                      const skl_row_state &state, int64_t group, skl_lse2 *lse)
+                                      const skl_row_state &of_keys, int64_t group, skl_lse2 *lse)
 {
     const bool reverse = params.problem.direction == SKL_KL_REVERSE;
+    const bool one_pass = skl_op_is_one_pass(params.call.op); /* dot_t is made of the LSEs of the gradients */
     const skl_rows &rows = params.call.rows;
     const int64_t query = tile.query_first + row;
+    const skl_row_state state = row_with_sink(params, tile, row, of_keys, group, lse);
     const float lse_a = skl_lse(state.m_a, state.l_a);
     const float lse_b = skl_lse(state.m_b, state.l_b);
     const float lse_t = reverse ? lse_b : lse_a; /* teacher group: LSE of log mean_h P_h */
@@ -47,11 +67,13 @@ static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_
         skl_lse2 &head_lse = lse[h * TILE + row];
         const double given = (double)head_lse.value + (double)head_lse.low;
         const double total = lse_t == -INFINITY ? -INFINITY : given + (double)lse_t * SKL_LOG2E_DOUBLE;
-        head_lse = skl_lse2_split(total);
+        if (!one_pass)
+            head_lse = skl_lse2_split(total);
         skl_row_set(&rows.lse_t, &tile.work.sequence, tile.work.head * group + h, query,
                     (float)(total * SKL_LN2_DOUBLE));
     }
-    return skl_lse2_of(lse_s);
+    return skl_lse2_of(one_pass ? skl_row_value(&params.call.inputs.lse_s, &tile.work.sequence, tile.work.head, query)
+                                : lse_s);
 }
 
 /* ---- One query tile ----------------------------------------------------------------------------------------- */
@@ -96,7 +118,7 @@ static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMN
 #pragma unroll 1
     for (int64_t h = 0; h < group; h++) {
         const int64_t head = first_tile.work.head * group + h;
-        float dot[ROWS] = {};
+        float dot[ROWS] = {}, mass[ROWS] = {}; /* sums of p_head (phi - mean) and of p_head */
         tile_position tile = first_tile;
         pipe.begin([&] { return operands_of<false>(tile, TEACHER, tile.work.head * group); });
 #pragma unroll 1
@@ -124,14 +146,18 @@ static __device__ void group_dots(const skl_cuda_params &params, pipeline<COLUMN
                     const float p_head = ex2(log_p), mean = memory.rules[acc_row(i)].mean;
                     const float term =
                         reverse ? -ex2(log_p - log_ratio) - p_head * mean : p_head * (SKL_LN2 * log_ratio - mean);
-                    dot[i] += sees(memory.spans[acc_row(i)], acc_column(j)) ? term : 0.0F;
+                    const bool seen = sees(memory.spans[acc_row(i)], acc_column(j));
+                    dot[i] += seen ? term : 0.0F;
+                    mass[i] += seen ? p_head : 0.0F;
                 }
             tile.key_first += COLUMNS * LANES;
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) {
             const skl_dot_rule rule = memory.rules[acc_row(i)];
-            const float total = rule.mean + rule.share * row_sum(dot[i]);
+            const float of_row = row_sum(dot[i]), of_head = row_sum(mass[i]);
+            const float total =
+                rule.mean + (rule.normalizes && of_head > 0.0F ? of_row / of_head : rule.share * of_row);
             const int64_t query = tile.query_first + acc_row(i);
             if (first_lane() && query < tile.work.queries.end)
                 skl_row_set(&params.call.rows.dot_t, &tile.work.sequence, head, query, total);
@@ -164,7 +190,8 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
         }
         memory.lse_s[acc_row(i)] = finish_row(params, tile, acc_row(i), state, group, lse);
         memory.rules[acc_row(i)] =
-            skl_dot_rule_of(&state, p.direction == SKL_KL_REVERSE, params.call.inputs.lse_t.data != NULL);
+            skl_dot_rule_of(&state, p.direction == SKL_KL_REVERSE,
+                            params.call.inputs.lse_t.data != NULL && !skl_op_is_one_pass(params.call.op));
     }
     if (TEACHER_GROUPS && params.call.op != SKL_OP_PARTIAL && params.call.rows.dot_t.data != NULL) {
         __syncthreads();

@@ -59,7 +59,8 @@ static __device__ void compute_lses(skl_lse2 *computed, forward_memory<QUERIES> 
         });
         const skl_row_state merged = row_merge<2>(state);
         if (lane == 0 && row < product_rows(memory, heads))
-            computed[(int64_t)(h + head_of_row<QUERIES>(row)) * QUERIES + query] = lse2_of_state(merged);
+            computed[(int64_t)(h + head_of_row<QUERIES>(row)) * QUERIES + query] =
+                skl_lse2_split(lse2_of_state(merged));
     }
     __syncthreads(); /* all threads may read the LSEs */
 }

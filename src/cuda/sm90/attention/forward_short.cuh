@@ -258,7 +258,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
     }
 
     /* As write_row_of_two, in the 32-bit arithmetic that this kernel's problems allow. */
-    __device__ void write_row(int n, const skl_row_state &row_state) const
+    __device__ void write_row(int n, const skl_row_state &of_keys) const
     {
         const int lane = (int)(threadIdx.x % 4), row = acc_row<1>(0, lane % 2), offset = row_offset(n, warpgroup);
         const bool of_b = lane / 2 != 0, of_s = of_b != (params.problem.direction == SKL_KL_REVERSE);
@@ -267,6 +267,13 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
         if (query >= (int)params.problem.len_q)
             return;
         const skl_rows &rows = params.call.rows;
+        const range32 sees = smem_band{tile_of(n).band, offset}.of(row);
+        skl_row_state row_state = of_keys;
+        if (params.problem.sinks && sees.begin < sees.end)
+            row_state =
+                skl_state_merge(of_keys, state_of_sink(skl_sink_logits_of(&params.call.inputs, tile.head, NO_LSES),
+                                                       params.problem.direction == SKL_KL_REVERSE));
+        const bool one_outcome = sees.end - sees.begin == 1 && !params.problem.sinks;
         const float lse = fast_lse(of_b ? row_state.m_b : row_state.m_a, of_b ? row_state.l_b : row_state.l_a);
         if (of_s)
             set_row(rows.lse_s, tile, query, lse);
@@ -274,8 +281,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
             set_row(rows.lse_t, tile, query, lse);
         if (of_b)
             return;
-        const range32 sees = smem_band{tile_of(n).band, offset}.of(row);
-        set_row(rows.kl, tile, query, reported_kl(sees.end - sees.begin == 1, skl_state_kl(&row_state)));
+        set_row(rows.kl, tile, query, reported_kl(one_outcome, skl_state_kl(&row_state)));
     }
 
     /* Starts the next tile and writes the rows of the last one; false if there is none. */

@@ -297,9 +297,10 @@ __device__ inline void write_row_of_two(const forward_params &params, const quer
         if (!of_b)
             write_partial_state(params, tile.sequence, tile.head, query, state);
     } else {
-        write_lse(params, tile.sequence, tile.head, query, state, of_b);
+        const skl_row_state with = with_sink(params, tile.sequence, tile.head, query, state);
+        write_lse(params, tile.sequence, tile.head, query, with, of_b);
         if (!of_b)
-            write_kl(params, tile.sequence, tile.head, query, state);
+            write_kl(params, tile.sequence, tile.head, query, with);
     }
 }
 

@@ -1,0 +1,51 @@
+/* Row states with their sinks: base/sinks.h. */
+#ifndef SKL_CUDA_COMMON_SINKS_CUH
+#define SKL_CUDA_COMMON_SINKS_CUH
+
+#include "base/sinks.h"
+#include "cuda/common/sequence.cuh"
+
+/* Logits of a forward with one teacher head per student head. */
+#define NO_LSES                                                                                                      \
+    skl_row_lses                                                                                                     \
+    {                                                                                                                \
+        1, NULL, 0, NULL                                                                                             \
+    }
+
+/* The state of a sink, as if it were a row's only key. */
+__device__ inline skl_row_state state_of_sink(const skl_sink_logits &sink, bool reverse)
+{
+    const float a = (reverse ? sink.s : sink.t) * SKL_LOG2E;
+    const float b = (reverse ? sink.t : sink.s) * SKL_LOG2E;
+    return {a, a == -INFINITY ? 0.0F : 1.0F, b, b == -INFINITY ? 0.0F : 1.0F,
+            b == -INFINITY && a > -INFINITY ? INFINITY : 0.0F};
+}
+
+/* A row that attends to no key has no sink. */
+__device__ inline bool has_sink(const skl_problem &p, const skl_sequence &s, int64_t query)
+{
+    const skl_range sees = skl_visible(&p, &s, query);
+    return p.sinks && sees.begin < sees.end;
+}
+
+/* The state of a row with its sink, if it has one. `lses`: to which the row's logits are relative. */
+__device__ inline skl_row_state with_sink(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
+                                          int64_t query, const skl_row_state &state,
+                                          const skl_row_lses &lses = NO_LSES)
+{
+    const skl_problem &p = params.problem;
+    if (!p.sinks || !has_sink(p, s, query))
+        return state;
+    const skl_sink_logits sink = skl_sink_logits_of(&params.call.inputs, head, lses);
+    return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
+}
+
+/* The LSEs to which the logits of a forward are relative: those of a teacher group's heads. */
+__device__ inline skl_row_lses group_lses(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
+                                          int64_t query, int64_t group)
+{
+    const skl_input &lse_t = params.call.inputs.lse_t;
+    return {group, group > 1 ? skl_row_at(&lse_t, &s, head * group, query) : NULL, lse_t.stride_head, NULL};
+}
+
+#endif
