@@ -208,7 +208,6 @@ skl_cuda_launch_function skl_cuda_general_sparse_rows, skl_cuda_general_sparse_g
 /* Attention statistics. */
 skl_cuda_launch_function skl_cuda_general_stats;
 skl_cuda_launch_function skl_cuda_stats_clear;   /* clears outputs and slots that other launches add to */
-skl_cuda_launch_function skl_cuda_stats_sinks;   /* adds the sinks to computed LSEs */
 skl_cuda_launch_function skl_cuda_stats_sums;    /* adds the slots of keys and the sums of chunks */
 skl_cuda_launch_function skl_cuda_stats_weights; /* all weights of chosen rows */
 

@@ -258,7 +258,7 @@ static bool stats_row_is_empty(const stats_tile *s, int64_t i)
     return s->t.visible[i].begin >= s->t.visible[i].end;
 }
 
-/* LSEs of the tile's rows: the caller's, or those of the keys, to which sinks are added. */
+/* LSEs of the tile's rows, with their sinks: the caller's, or computed here. */
 static void find_lses(const stats_tile *s)
 {
     const tile *const t = &s->t;
@@ -268,8 +268,6 @@ static void find_lses(const stats_tile *s)
         return;
     head_lse(t, &t->student, t->head, t->qT_s, s->lse);
     for (int64_t i = 0; i < t->count; i++) {
-        if (in->sink_s != NULL && !stats_row_is_empty(s, i))
-            s->lse[i] = (float)skl_lse_with_sink((double)s->lse[i], (double)in->sink_s[t->head]);
         skl_row_set(&t->task->stats.lse, &t->sequence, t->head, t->first + i, s->lse[i]);
         s->most[i] = t->shifts[i];
     }
@@ -311,6 +309,12 @@ static void store_top(const stats_tile *s, int64_t i)
     }
 }
 
+/* -p log p of an outcome; 0 log 0 is 0. */
+static double entropy_term(double log_p)
+{
+    return log_p == -INFINITY ? 0.0 : -log_p * exp(log_p);
+}
+
 static void finish_stats_row(const stats_tile *s, int64_t i)
 {
     const tile *const t = &s->t;
@@ -319,8 +323,7 @@ static void finish_stats_row(const stats_tile *s, int64_t i)
         sink != NULL && !stats_row_is_empty(s, i) ? (double)sink[t->head] - (double)s->lse[i] : -INFINITY;
     const float max_logit = s->most[i] <= -FLT_MAX ? -INFINITY : s->most[i];
     const int64_t row = t->first + i;
-    skl_row_set(&s->stats->entropy, &t->sequence, t->head, row,
-                (float)(s->entropy[i] + skl_share_times(log_sink, -log_sink)));
+    skl_row_set(&s->stats->entropy, &t->sequence, t->head, row, (float)(s->entropy[i] + entropy_term(log_sink)));
     skl_row_set(&s->stats->expected_distance, &t->sequence, t->head, row, (float)s->distance[i]);
     skl_row_set(&s->stats->max_logit, &t->sequence, t->head, row, max_logit);
     float *const range_mass = stats_row(s, &s->stats->range_mass, i);

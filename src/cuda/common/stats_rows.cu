@@ -1,7 +1,6 @@
-/* Memory-bound kernels around those of attention statistics: clear outputs and sums, add sinks to LSEs, add the slots
+/* Memory-bound kernels around those of attention statistics: clear outputs and sums, add the slots
  * of key sums, and the weights of chosen rows. */
 #include "base/convert.h"
-#include "base/sinks.h"
 #include "cuda/common/stats.cuh"
 
 stats_params stats_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
@@ -102,28 +101,6 @@ extern "C" cudaError_t skl_cuda_stats_clear(const skl_cuda_params *params, const
                        p->heads_s * skl_max(launch->stats.slots * launch->stats.slot_stride,
                                             skl_key_rows(p).batch * skl_key_rows(p).rows),
                        params, launch);
-}
-
-/* ---- Sinks -------------------------------------------------------------------------------------------------- */
-
-/* Adds the sinks to computed LSEs, in place. */
-static __global__ void __launch_bounds__(THREADS) add_sinks(const __grid_constant__ stats_params params)
-{
-    const skl_problem &p = params.problem;
-    const skl_tensor_rows queries = skl_query_rows(&p);
-    for (int64_t n = first_index(); n < queries.batch * p.heads_s * queries.rows; n += index_step()) {
-        const int64_t head = n / queries.rows % p.heads_s;
-        float *const lse =
-            (float *)params.lse.data + SKL_ROW(params.lse, n / queries.rows / p.heads_s, head, n % queries.rows);
-        if (*lse != -INFINITY)
-            *lse = (float)skl_lse_with_sink((double)*lse, (double)params.call.inputs.sink_s[head]);
-    }
-}
-
-extern "C" cudaError_t skl_cuda_stats_sinks(const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    const skl_problem *const p = &params->problem;
-    return launch_rows(add_sinks, skl_state_count(p), params, launch);
 }
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */

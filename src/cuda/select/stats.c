@@ -160,9 +160,6 @@ void skl_select_stats(const choice *s)
                                        "outputs and slots that later launches add to", results);
     skl_select_keep_workspace(s, clear, size);
     s->launches->stats_at = clear->workspace_at;
-    if (s->problem->sinks && !given && s->some_rows)
-        (void)add(&of, "sinks", &skl_cuda_general, skl_cuda_stats_sinks, SKL_VARIANT_SINK_ROWS,
-                  "computed LSEs are those of the keys", results);
     if (needs.columns != 0 && s->some_rows) {
         skl_cuda_launch *const launch = add(&of, "statistics", needs.kernel, needs.kernel->forward,
                                             SKL_VARIANT_STATS_COLUMNS, reason, needs.columns);
