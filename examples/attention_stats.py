@@ -12,7 +12,7 @@ python examples/attention_stats.py --model MODEL --tokens 8192
 import argparse
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from streamkl.hf import AttentionStats
 
@@ -56,22 +56,31 @@ def small_model():
     return LlamaForCausalLM(config)
 
 
+def by_layer(values):
+    return " ".join(f"{value:.2f}" for value in values.tolist())
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name or folder of a causal language model; default: a small random one")
-    parser.add_argument("--tokens", type=int, default=128, help="context length, of random tokens")
+    parser.add_argument("--text", help="a file for the model to read; default: random tokens")
+    parser.add_argument("--tokens", type=int, default=128, help="context length; default 128")
     given, _ = parser.parse_known_args()
     model = (AutoModelForCausalLM.from_pretrained(given.model) if given.model else small_model()).eval()
     tokens = torch.randint(model.config.vocab_size, (1, given.tokens))
+    if given.text:
+        with open(given.text) as file:
+            read = AutoTokenizer.from_pretrained(given.model)(file.read(), return_tensors="pt").input_ids
+        tokens = read[:, : given.tokens]
+    print("tokens:", tokens.shape[1])
     print("heavy hitters of layer 0:", heavy_hitters(model, tokens)[0].tolist())
-    print(
-        "share of the first token, by layer:",
-        [f"{share:.3f}" for share in sink_share(model, tokens).mean(1).tolist()],
-    )
-    print("smallest QK-clip factor:", f"{qk_clip_factors(model, tokens).min().item():.3f}")
+    print("share of the first token, by layer:", by_layer(sink_share(model, tokens).mean(1)))
+    clip = qk_clip_factors(model, tokens)
+    print(f"QK-clip to 100 would shrink {int((clip < 1).sum())} of {clip.numel()} heads")
     scores = retrieval_scores(model, model.config.vocab_size)
+    print("best retrieval score, by layer:", by_layer(scores.amax(1)))
     layer, head = divmod(int(scores.argmax()), scores.shape[1])
-    print(f"best retrieval head: layer {layer}, head {head}, {scores.max().item():.2f} of the repeated tokens")
+    print(f"best retrieval head: layer {layer}, head {head}: {scores.max().item():.2f} of the repeated tokens")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ and key give every statistic, in memory that grows with the number of rows and k
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -55,7 +56,10 @@ class Statistics(NamedTuple):
 
 RESULTS = Statistics._fields
 _OF_KEYS, _OF_ROWS = ("key_sum", "key_max"), ("lse", "entropy", "max_logit", "expected_distance")
-_CONTIGUOUS = ("head_max_logit", "distance_mass", "range_sum", "weights", "key_ranges", "chosen_rows")
+_HEADS = ("q_t", "k_t", "q_s", "k_s")
+_ARRAYS = (
+    "head_max_logit", "distance_mass", "range_sum", "weights", "key_ranges", "chosen_rows", "sink_t", "sink_s", *LENGTHS
+)  # fmt: skip
 
 
 # ---- The operator ------------------------------------------------------------------------------------------------------
@@ -71,34 +75,58 @@ class _Stats(Operator):
 
     def run(self, *arguments, execute=execute):
         own, given, options = self.unpack(arguments)
-        plan = plan_for(specs_of(**given), options)
+        with _named_like_the_student():
+            plan = plan_for(specs_of(**given), options)
         problem = plan.problem
-        tensors = {
-            name: each if name in _VECTORS else _rows_contiguous(each)
-            for name, each in given.items()
-            if each is not None
-        }
-        inputs = lib.pack_inputs(**{name: _member(name, each, problem) for name, each in tensors.items()})
+        _check(given["q_s"], own, problem)
         made = _new_results(given["q_s"], own, problem)
-        stats = dict(made)
-        numbers = {name: own[name] for name in ("row_begin", "row_end", "per_key_head", "distance_count", "top_k")}
-        arrays = {name: own[name].contiguous() for name in ("key_ranges", "chosen_rows") if own[name] is not None}
-        stats.update({name: each for name, each in arrays.items()})
-        if own["row_weight"] is not None:
-            stats["row_weights"] = own["row_weight"]
-        packed = lib.pack_stats(
-            **numbers,
+        members = dict(
+            made, row_weights=own["row_weight"], key_ranges=own["key_ranges"], chosen_rows=own["chosen_rows"]
+        )
+        tensors = {name: _readable(name, each) for name, each in (given | members).items() if each is not None}
+        packed = {name: _member(name, each, problem) for name, each in tensors.items()}
+        stats = lib.pack_stats(
+            **{name: own[name] for name in ("row_begin", "row_end", "per_key_head", "distance_count", "top_k")},
             range_count=_count(own["key_ranges"], -2),
             chosen_count=_count(own["chosen_rows"], -1),
-            **{name: _member(name, each, problem) for name, each in stats.items()},
+            **{name: member for name, member in packed.items() if name in members},
         )
-        execute(plan, self.op, inputs, (packed,), given["q_s"].device)
-        return [made[name] for name in made]
+        inputs = lib.pack_inputs(**{name: member for name, member in packed.items() if name in given})
+        execute(plan, self.op, inputs, (stats,), given["q_s"].device)
+        return list(made.values())
 
     def fake(self, *arguments):
         own, given, options = self.unpack(arguments)
-        problem = describe_while_tracing(tuple(given[name] for name in INPUTS), options, False)
+        with _named_like_the_student():
+            problem = describe_while_tracing(tuple(given[name] for name in INPUTS), options, False)
+        _check(given["q_s"], own, problem)
         return list(_new_results(given["q_s"], own, problem).values())
+
+
+@contextmanager
+def _named_like_the_student() -> Iterator[None]:
+    """Errors about the teacher are about the student, which stands for it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"\b(q|k|sink)_t\b", r"\1_s", str(error))) from None
+
+
+def _check(q: torch.Tensor, own: dict[str, Any], problem: Problem) -> None:
+    """Rules about the tensors of its own."""
+    if not 0 <= own["results"] < 1 << len(RESULTS):
+        raise ValueError(f"results={own['results']}: must be bits of {', '.join(RESULTS)}")
+    expected = {
+        "row_weight": (problem.row_shape(problem.heads_s), torch.float32),
+        "key_ranges": ((problem.batch, _count(own["key_ranges"], -2), 2), torch.int32),
+        "chosen_rows": ((problem.batch, _count(own["chosen_rows"], -1)), torch.int32),
+    }
+    for name, (shape, dtype) in expected.items():
+        given = own[name]
+        if given is not None and (given.shape != shape or given.dtype != dtype or given.device != q.device):
+            raise ValueError(
+                f"{name}: {given.dtype} {list(given.shape)} on {given.device} must be {dtype} {list(shape)} on {q.device}"
+            )
 
 
 _SCHEMA = (
@@ -106,19 +134,21 @@ _SCHEMA = (
     "bool per_key_head, int distance_count, int top_k"
 )
 _OWN = re.findall(r"(\w+)(?:, |$)", _SCHEMA)
-_VECTORS = ("lse_s", "row_weights", *LENGTHS, "sink_t", "sink_s")
 attention_stats_op = _Stats(
     "attention_stats", lib.ATTENTION_STATS, _SCHEMA, tensors="Tensor q_s, Tensor k_s, Tensor? sink_s"
 )
 
 
 def _count(array: torch.Tensor | None, dim: int) -> int:
-    return 0 if array is None else array.shape[dim]
+    return 0 if array is None or array.dim() < -dim else array.shape[dim]
 
 
-def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+def _readable(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The library accepts any strides except in the last dimension of q and k. Arrays must be contiguous."""
     tensor = tensor.resolve_neg()
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    if name in _ARRAYS or (name in _HEADS and tensor.stride(-1) != 1):
+        return tensor.contiguous()
+    return tensor
 
 
 def _new_results(q: torch.Tensor, own: dict[str, Any], problem: Problem) -> dict[str, torch.Tensor]:
@@ -148,10 +178,10 @@ def _new_results(q: torch.Tensor, own: dict[str, Any], problem: Problem) -> dict
 
 def _member(name: str, tensor: torch.Tensor, problem: Problem) -> Any:
     """A tensor as a member of a C struct: its address, with strides unless it is an array."""
-    if name in (*_CONTIGUOUS, *LENGTHS, "sink_t", "sink_s"):
+    if name in _ARRAYS:
         return tensor.data_ptr()
     batch, first, second = (0, *tensor.stride()[:2]) if problem.packed else tensor.stride()[:3]
-    heads_first = problem.heads_first or name not in ("q_t", "k_t", "q_s", "k_s")
+    heads_first = problem.heads_first or name not in _HEADS
     return (tensor.data_ptr(), batch, first, second) if heads_first else (tensor.data_ptr(), batch, second, first)
 
 

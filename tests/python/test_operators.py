@@ -65,6 +65,7 @@ OPERATORS = {
         "forward_backward",
         "attention_forward",
         "attention_backward",
+        "attention_stats",
         "partial",
         "states_finish",
         "states_merge",
@@ -95,6 +96,8 @@ def call_of(problem, operator):
         if problem in ("teacher groups", "sinks", "indexer"):
             return None
         inputs, options = inputs | values(inputs), options | dict(gradients=STUDENT | DV_S)
+    if operator == "attention_stats" and problem == "indexer":
+        return None
     arguments = dict.fromkeys(taken) | inputs | Options(**options)._asdict()
     rows = lib.KL | lib.LSE_T | lib.LSE_S | (lib.DOT_T if problem == "teacher groups" else 0)
     forward = [argument.name for argument in OPERATORS["forward"]._schema.arguments]
@@ -105,8 +108,20 @@ def call_of(problem, operator):
         named["states"] = OPERATORS["partial"](*partial_arguments(arguments, named["lse_t"]))
     arguments["rows"] = {"forward": rows, "states_finish": rows & 7}.get(operator, rows & (lib.KL | lib.DOT_T))
     arguments |= dict(first_key=0, end_key=23)
+    arguments |= statistics(inputs, found) if operator == "attention_stats" else {}
     arguments |= {name: row for name, row in named.items() if name in taken}
     return {name: arguments[name] for name in taken}
+
+
+def statistics(inputs, found):
+    """Arguments of attention_stats: all results except the LSE, which is given."""
+    cu_seqlens = inputs.get("cu_seqlens_q")
+    sequences = found[2].shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    ranges = torch.tensor([[0, 2], [1, 3]], dtype=torch.int32).expand(sequences, 2, 2).contiguous()
+    rows = torch.tensor([0, -1], dtype=torch.int32).expand(sequences, 2).contiguous()
+    weight = torch.linspace(0, 2, found[2].numel()).view_as(found[2])
+    numbers = dict(results=(1 << 13) - 1 - 4, row_begin=0, row_end=0, per_key_head=False, distance_count=4, top_k=3)
+    return dict(row_weight=weight, key_ranges=ranges, chosen_rows=rows, **numbers)
 
 
 def partial_arguments(arguments, lse_t):
@@ -180,13 +195,17 @@ def test_a_changed_tensor(problem, operator, data):
 def may_fit(operator, name, change, dim):
     """Whether a changed tensor may belong to another valid call: one with other heads, list lengths, or without a tensor."""
     if change in ("longer", "shorter"):
-        return (name, dim) in (("q_s", -2), ("k_s", -2), ("k_t", -2), ("indices", -1))
+        if operator == "attention_stats" and name in ("q_s", "k_s"):
+            return True  # there is no teacher to compare with
+        return (name, dim) in (
+            ("q_s", -2), ("k_s", -2), ("k_t", -2), ("indices", -1), ("key_ranges", -2), ("chosen_rows", -1)
+        )  # fmt: skip
     optional = {each.name for each in OPERATORS[operator]._schema.arguments if str(each.type).startswith("Optional")}
     return (change == "none" and name in optional) or (name == "w_s" and change == "f16")
 
 
 @pytest.mark.parametrize(
-    "operator", [each for each in OPERATORS if each not in ("backward", "partial", "states_merge")]
+    "operator", [each for each in OPERATORS if each not in ("backward", "partial", "states_merge", "attention_stats")]
 )
 @pytest.mark.parametrize("rows", [-1, 1 << 7, 1 << 40])
 def test_row_vectors_that_do_not_exist(operator, rows):

@@ -21,6 +21,7 @@ from streamkl._options import (
     CarriedOptions,
     IndexerOptions,
     MapOptions,
+    StatsOptions,
     texts_of,
     translate,
 )
@@ -111,6 +112,7 @@ FUNCTIONS = {
     IndexerOptions: streamkl.indexer_kl,
     MapOptions: streamkl.attention_map,
     CarriedOptions: streamkl.attention,
+    StatsOptions: streamkl.attention_stats,
 }
 
 
