@@ -24,6 +24,7 @@ def test_a_second_forward_without_gradients_is_an_error():
         ):
             distiller.loss()
         with torch.no_grad():
+            student(**inputs)
             assert distiller.loss() > 0
 
 
@@ -92,6 +93,7 @@ def test_embeddings_of_the_student_are_not_the_teachers():
         with pytest.raises(ValueError, match="the student ran on inputs_embeds, which are its own embeddings"):
             distiller.loss()
         teacher(**inputs)
+        student(inputs_embeds=embeddings)
         with pytest.raises(ValueError, match="cannot be compared: pass check_input=False"):
             distiller.loss()
     with AttentionDistiller(teacher, student, check_input=False) as distiller:
@@ -260,7 +262,7 @@ def test_options_are_checked_at_construction(options, message):
 
 
 def test_other_attention_is_named():
-    with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: self"):
+    with pytest.raises(ValueError, match="BertModel has no layers for attention='cross', tower='language'; it has: attention='self'"):
         loss_of(bert(), bert(), batch(), attention="cross")
 
 
