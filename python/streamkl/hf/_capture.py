@@ -313,11 +313,16 @@ class Capture:
         self._step: Step | None = None
         self._layers: list[Layer] | None = None
 
-    def reset(self) -> None:
-        """Clears the capture and forgets which layers are proven, also if a forward was interrupted."""
+    def close(self) -> None:
+        """Clears the capture, and forgets a forward that was interrupted."""
         self.clear()
         if self._recorder is not None:
             self._recorder.step = None
+
+    def reset(self) -> None:
+        """Clears the capture, and forgets which layers are proven."""
+        self.close()
+        if self._recorder is not None:
             self._recorder.forget_proofs()
 
     def before_forward(self) -> None:

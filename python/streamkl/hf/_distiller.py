@@ -111,7 +111,7 @@ class AttentionDistiller:
         _check_choice("verify", verify, ("first", "always", "never"))
         self.teacher = Capture(teacher, "teacher", needs_values, verify=verify)
         self.student = Capture(student, "student", needs_values, carries=fused, verify=verify)
-        self.teacher.drop = self.student.drop = self.drop
+        self.student.drop = self.drop
         self.teacher.must_be_eval = True
         if self.teacher.model is self.student.model:
             raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
@@ -187,8 +187,8 @@ class AttentionDistiller:
 
     def drop(self) -> None:
         """Drop the step: what was captured of both models since the last `loss()`."""
-        self.teacher.clear()
-        self.student.clear()
+        self.teacher.close()
+        self.student.close()
 
     def reset(self) -> None:
         """Drop the step, and prove the layers again on the next one."""
@@ -274,7 +274,7 @@ class AttentionDistiller:
             if share > 0.05:
                 warnings.warn(
                     f"AttentionDistiller: {pair.where}: {share:.0%} of the teacher's attention is on keys that the student does not attend "
-                    "to, and the KL leaves it out: choose another layer in layer_map", stacklevel=5,
+                    "to: the KL leaves it out", stacklevel=5,
                 )  # fmt: skip
 
     def pairs(self) -> dict[tuple[int, int], Pair]:

@@ -53,10 +53,10 @@ def _needs_labels(student: Capture, given: dict[str, Any]) -> bool:
 
 
 def _check_vocabulary(teacher: Capture, student: Capture, given: dict[str, Any]) -> None:
-    sizes = [getattr(capture.model.get_input_embeddings(), "num_embeddings", None) for capture in (teacher, student)]
     ids = given.get("input_ids")
-    if ids is None or None in sizes:  # a vision model embeds patches
+    if ids is None:  # of a model that sees or hears
         return
+    sizes = [capture.model.get_input_embeddings().num_embeddings for capture in (teacher, student)]
     if sizes[1] > sizes[0] and (largest := int(ids.max())) >= sizes[0]:
         raise ValueError(
             f"input_ids contains {largest}: the teacher has {sizes[0]} tokens and the student {sizes[1]}; both must read the same "
