@@ -294,7 +294,7 @@ def outcome_of(name):
 def _outcome(name, factor):
     try:
         teacher, student = tiny_model(name, 0, factor), tiny_model(name, 1, factor)
-        student(**_inputs("none", student))
+        student(**inputs_of("none", student))
     except NeedsMore as error:
         return Outcome("not built", f"needs more than text: {error}")
     except Exception as error:
@@ -304,7 +304,7 @@ def _outcome(name, factor):
     try:
         for kind in kinds:
             for padding in "none", "left", "right":
-                inputs = _inputs(padding, student)
+                inputs = inputs_of(padding, student)
                 found_by = {
                     implementation: _distilled(teacher, student, inputs, kind)
                     for implementation in ("eager", "sdpa")
@@ -342,7 +342,7 @@ def _expected(name, factor, inputs, kind):
     return expected
 
 
-def _inputs(padding, model):
+def inputs_of(padding, model):
     if type(model).__name__ in MEDIA:
         return _media_inputs(type(model).__name__, padding)
     inputs = _text_inputs(padding, torch.Generator().manual_seed(3))

@@ -248,7 +248,7 @@ def test_options_are_checked_at_construction(options, message):
 
 
 def test_other_attention_is_named():
-    with pytest.raises(ValueError, match="BertModel has no layers for attention='cross', tower='language'; it has: attention='self'"):
+    with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: attention='self'"):
         loss_of(bert(), bert(), batch(), attention="cross")
 
 

@@ -160,11 +160,15 @@ def _prove_count(monkeypatch):
     return proven
 
 
-@pytest.mark.parametrize("verify, counts", [("first", [4, 4, 8, 12]), ("always", [4, 8, 12, 16]), ("never", [0, 0, 0, 0])])
+@pytest.mark.parametrize(
+    "verify, counts", [("first", [4, 4, 8, 12]), ("always", [4, 8, 12, 16]), ("never", [0, 0, 0, 0])]
+)
 def test_every_new_kind_of_batch_is_proven(monkeypatch, verify, counts):
     proven, student = _prove_count(monkeypatch), llama()
     with AttentionDistiller(llama(), student, verify=verify) as distiller:
-        for expected, inputs in zip(counts, (batch(), batch(seed=1), batch("left", length=40), batch("left", length=40))):
+        for expected, inputs in zip(
+            counts, (batch(), batch(seed=1), batch("left", length=40), batch("left", length=40))
+        ):
             if expected == 12 and verify == "first":
                 distiller.reset()
             student(**inputs)
@@ -257,10 +261,14 @@ def test_four_dimensional_masks():
     torch.testing.assert_close(loss_of(teacher, student, dict(inputs, attention_mask=causal)), expected)
     blocks = causal & (torch.arange(17)[:, None] // 6 == torch.arange(17) // 6)
     packed = dict(input_ids=inputs["input_ids"], position_ids=(torch.arange(17) % 6).expand(3, -1), use_cache=False)
-    torch.testing.assert_close(loss_of(teacher, student, dict(packed, attention_mask=blocks)), loss_of(teacher, student, packed))
+    torch.testing.assert_close(
+        loss_of(teacher, student, dict(packed, attention_mask=blocks)), loss_of(teacher, student, packed)
+    )
     two = causal.clone()
     two[1, 0, 9:, 3] = False
-    with pytest.raises(ValueError, match=r"attends to more than one range of keys: row 9 of sequence 1 sees 9 of the keys 0..9"):
+    with pytest.raises(
+        ValueError, match=r"attends to more than one range of keys: row 9 of sequence 1 sees 9 of the keys 0..9"
+    ):
         loss_of(teacher, student, dict(inputs, attention_mask=two))
 
 

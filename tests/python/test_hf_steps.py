@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import hf_architectures
 import pytest
 import torch
 import transformers
@@ -52,7 +53,10 @@ def test_an_interrupted_forward(where):
         raise KeyboardInterrupt
 
     with AttentionDistiller(teacher, student) as distiller:
-        for run in (lambda: student(**batch()) and distiller.loss(), lambda: teacher(**batch()) and student(**batch())):
+        for run in (
+            lambda: student(**batch()) and distiller.loss(),
+            lambda: teacher(**batch()) and student(**batch()),
+        ):
             hook = interrupted.register_forward_pre_hook(interrupt)
             with pytest.raises(KeyboardInterrupt):
                 run()
@@ -121,7 +125,10 @@ def test_packed_sequences_that_are_not_separated():
     teacher, student, ids = llama(), llama(), batch()["input_ids"]
     positions = torch.arange(17).remainder(6).expand(3, -1)
     for more in dict(), dict(attention_mask=torch.ones_like(ids), use_cache=False):
-        with pytest.raises(ValueError, match="position_ids begin again before row 6, but model.layers.0.self_attn attends to the keys"):
+        with pytest.raises(
+            ValueError,
+            match="position_ids begin again before row 6, but model.layers.0.self_attn attends to the keys",
+        ):
             loss_of(teacher, student, dict(input_ids=ids, position_ids=positions, **more))
     left = batch("left")
     positions = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
@@ -129,7 +136,10 @@ def test_packed_sequences_that_are_not_separated():
 
 
 def test_a_path_is_not_a_model():
-    with pytest.raises(TypeError, match=r"teacher='some/model': must be a model, which AutoModelForCausalLM.from_pretrained\('some/model'\)"):
+    with pytest.raises(
+        TypeError,
+        match=r"teacher='some/model': must be a model, which AutoModelForCausalLM.from_pretrained\('some/model'\)",
+    ):
         AttentionDistiller("some/model", llama())
 
 
@@ -164,9 +174,15 @@ def _hook(*_):
 def test_layers_by_name():
     teacher, student, inputs = llama(3), llama(2), batch()
     expected = loss_of(teacher, student, inputs, layer_map={1: [0, 2]})
-    for given in {"model.layers.1.self_attn": ["model.layers.0", 2]}, {1: ["model.layers.0.self_attn", "model.layers.2"]}:
+    for given in (
+        {"model.layers.1.self_attn": ["model.layers.0", 2]},
+        {1: ["model.layers.0.self_attn", "model.layers.2"]},
+    ):
         assert torch.equal(loss_of(teacher, student, inputs, layer_map=given), expected)
-    with pytest.raises(ValueError, match=r"'model.layers.7' contains 0 attention layers of the teacher.*they are: model.layers.0.self_attn"):
+    with pytest.raises(
+        ValueError,
+        match=r"'model.layers.7' contains 0 attention layers of the teacher.*they are: model.layers.0.self_attn",
+    ):
         loss_of(teacher, student, inputs, layer_map={0: "model.layers.7"})
 
 
@@ -191,11 +207,42 @@ def test_default_layers_prefer_windows(recwarn):
         assert list(distiller.pairs()) == [(0, 0), (1, 3)]
         distiller.loss()
         assert distiller.outside.keys() == {(0, 0)} and 0.05 < distiller.outside[0, 0] < 0.6
-    assert any("of the teacher's attention is on keys that the student does not attend to" in str(each.message) for each in recwarn)
+    assert any(
+        "of the teacher's attention is on keys that the student does not attend to" in str(each.message)
+        for each in recwarn
+    )
     with AttentionDistiller(teacher, student, layer_map={0: 1}, verify="always") as full:
         student(**batch())
         full.loss()
     assert full.outside[0, 1] > distiller.outside[0, 0]
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])
+def test_towers(name):
+    """The language tower is compared, with an image or without; another one only if it is asked for."""
+    teacher, student = (hf_architectures.tiny_model(name, seed) for seed in (0, 1))
+    inputs = hf_architectures.inputs_of("none", student)
+    text = dict(input_ids=inputs["input_ids"][:, :6], attention_mask=inputs["attention_mask"][:, :6])
+    with AttentionDistiller(teacher, student) as distiller:
+        for given in inputs, text:
+            student(**given)
+            assert [pair.s.name.split(".")[1] for pair in distiller.pairs().values()] == ["language_model"] * 2
+            distiller.loss()
+    with AttentionDistiller(teacher, student, tower="vision") as distiller:
+        student(**inputs)
+        if name.startswith("Llava"):
+            assert {pair.s.name.split(".")[1] for pair in distiller.pairs().values()} == {"vision_tower"}
+            assert distiller.loss() > 0
+        else:
+            with pytest.raises(
+                ValueError, match="layer 0 .* runs its attention in 2 parts, once for each image or window"
+            ):
+                distiller.loss()
+        student(**text)
+        with pytest.raises(
+            ValueError, match="has no layers for attention='self', tower='vision'; it has: .*tower='language'"
+        ):
+            distiller.loss()
 
 
 # ---- Different keys --------------------------------------------------------------------------------------------------
@@ -213,7 +260,9 @@ def test_chunks_of_different_size(implementation):
     p, s = weights[0].detach().double(), weights[1].double()
     common = (p > 0) & (s > 0)
     p, s = (each * common / (each * common).sum(-1, keepdim=True) for each in (p, s))
-    rows = torch.where(common, p * (p / s.where(common, torch.ones(()))).where(common, torch.ones(())).log(), 0.0).sum(-1)
+    rows = torch.where(
+        common, p * (p / s.where(common, torch.ones(()))).where(common, torch.ones(())).log(), 0.0
+    ).sum(-1)
     expected = rows.transpose(1, 2)[inputs["attention_mask"].bool()].mean()
     expected.backward()
     gradient = student.model.layers[0].self_attn.q_proj.weight.grad.clone()
@@ -249,5 +298,7 @@ def test_labels_of_whole_sequences_are_refused():
     config = llama().config
     config.pad_token_id = 0
     teacher, student = (transformers.LlamaForSequenceClassification(config) for _ in range(2))
-    with pytest.raises(ValueError, match=r"labels \[3\] of LlamaForSequenceClassification must be \[batch, length\], one per token"):
+    with pytest.raises(
+        ValueError, match=r"labels \[3\] of LlamaForSequenceClassification must be \[batch, length\], one per token"
+    ):
         loss_of(teacher, student, dict(batch(), labels=torch.tensor([0, 1, 0])), rows="labels")

@@ -60,7 +60,9 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     causal = getattr(module, "is_causal", True) if causal is None else causal
     # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
     lse, handle = None, None
-    is_whole = not torch.compiler.is_compiling() and active_region() is None  # a region replaces SDPA, not its kernels
+    is_whole = (
+        not torch.compiler.is_compiling() and active_region() is None
+    )  # a region replaces SDPA, not its kernels
     if implementation == "sdpa" and not args and is_whole:
         if recorder.carries and _can_carry(query, key, value, **kwargs):
             query, key, value = map(as_autocast, (query, key, value))
@@ -118,16 +120,22 @@ def _probe(recorder, call: Call, answer, args, kwargs) -> Probe | None:
     if torch.compiler.is_compiling():
         if call.dropout and call.training:
             return None
-        return Probe(None, torch.stack([answer[0][:, row] for row in fixed_rows(call.query.shape[2])], 1), slice(None))
-    output, batch, rows = answer[0], slice(None), recorder.step.rows_to_prove(call)
+        return Probe(
+            None, torch.stack([answer[0][:, row] for row in fixed_rows(call.query.shape[2])], 1), slice(None)
+        )
+    output, rows = answer[0], recorder.step.rows_to_prove(call)
+    batch = slice(max(len(output) - 2, 0), len(output))  # two sequences are enough
     if call.dropout and call.training:  # the last sequence again, without dropout
-        batch = slice(len(output) - 1, len(output)) if "cu_seq_lens_q" not in call.options else batch
+        assert call.value is not None
+        batch = slice(len(output) - 1, len(output))
         tensors = [each[batch] for each in (call.query, call.key, call.value)]
-        mask = call.mask[batch] if isinstance(call.mask, torch.Tensor) and len(call.mask) == len(output) else call.mask
+        mask = (
+            call.mask[batch] if isinstance(call.mask, torch.Tensor) and len(call.mask) == len(output) else call.mask
+        )
         output = _run_own(call.implementation, call.module, *tensors, mask, *args, **{**kwargs, "dropout": 0.0})[0]
-    if rows is None or output.dim() != 4:
-        return Probe(rows, output, batch)
-    return Probe(rows, output[:, rows], batch)
+    else:
+        output = output[batch]
+    return Probe(rows, output if rows is None or output.dim() != 4 else output[:, rows], batch)
 
 
 # ---- Attention whose backward carries the KL -------------------------------------------------------------------------
@@ -135,7 +143,12 @@ def _probe(recorder, call: Call, answer, args, kwargs) -> Probe | None:
 
 def _can_carry(query, key, value, dropout=0.0, **kwargs) -> bool:
     others = (kwargs.get(name) for name in ("softcap", "s_aux", *UNMODELLED))
-    return torch.is_grad_enabled() and not dropout and key.shape == value.shape and all(other is None for other in others)
+    return (
+        torch.is_grad_enabled()
+        and not dropout
+        and key.shape == value.shape
+        and all(other is None for other in others)
+    )
 
 
 def _carried(module, query, key, value, attention_mask, causal, **kwargs):

@@ -40,7 +40,9 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     inside = model
     while not isinstance(inside, PreTrainedModel):
         if isinstance(model, (str, os.PathLike)):
-            raise TypeError(f"{role}={str(model)!r}: must be a model, which AutoModelForCausalLM.from_pretrained({str(model)!r}) loads")
+            raise TypeError(
+                f"{role}={str(model)!r}: must be a model, which AutoModelForCausalLM.from_pretrained({str(model)!r}) loads"
+            )
         if not isinstance(inside, torch.nn.Module):
             raise TypeError(f"{role}: {type(model).__name__} must be a transformers model")
         if hasattr(inside, "get_base_model"):  # peft
@@ -118,7 +120,8 @@ class _Name(str):
 
 def _reduce_detached(module: torch.nn.Module, hooks: set[int], protocol):
     """What pickle and deepcopy take of an attached model: the model without hooks."""
-    made, arguments, state, *others = type(module).__reduce_ex__(module, protocol)
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    made, arguments, state, *others = reduced
     state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
     for name, value in state.items():
         if name.startswith("_forward_") and isinstance(value, dict):
@@ -139,7 +142,9 @@ class Recorder:
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
-        self._shared: list[tuple[torch.nn.Module, Any]] = []  # modules and the config that they share with another model
+        self._shared: list[
+            tuple[torch.nn.Module, Any]
+        ] = []  # modules and the config that they share with another model
         self._model = weakref.ref(model)
 
     @staticmethod
@@ -289,7 +294,9 @@ def _configs(model: PreTrainedModel) -> list:
 class Capture:
     """The last forward of a model, between attach() and detach()."""
 
-    def __init__(self, model: Any, role: str, needs_values: bool = False, carries: bool = False, verify: Verify = "first") -> None:
+    def __init__(
+        self, model: Any, role: str, needs_values: bool = False, carries: bool = False, verify: Verify = "first"
+    ) -> None:
         self.model, self.role, self.needs_values, self.carries = unwrap(model, role), role, needs_values, carries
         self.verify: Verify = verify
         self.is_split = False  # its attention reads keys of other ranks
@@ -357,7 +364,9 @@ class Capture:
         if self._step is None:
             return []
         if self._layers is None:
-            self._layers = as_layers(self.step.calls, self.step.read_keys, self.model, self.role, self._needs_proof, self._proven)
+            self._layers = as_layers(
+                self.step.calls, self.step.read_keys, self.model, self.role, self._needs_proof, self._proven
+            )
         return self._layers
 
     def _needs_proof(self, call: Call) -> bool:

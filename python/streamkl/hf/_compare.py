@@ -107,7 +107,9 @@ def _refuse_more_than_keys(where: str, options: dict[str, Any]) -> None:
     if "sink_t" in options:
         raise ValueError(f"{where}: the layers have attention sinks: pass sinks='keys only' to leave them out")
     if "causal" not in options:
-        raise ValueError(f"{where}: the layers attend to keys that no causal mask, window or packed sequences describe")
+        raise ValueError(
+            f"{where}: the layers attend to keys that no causal mask, window or packed sequences describe"
+        )
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------

@@ -264,7 +264,14 @@ class AttentionDistiller:
 
     def _prove_pair(self, key: tuple[int, int], pair: Pair, cache: RowCache) -> None:
         sizes = [length.bit_length() for length in (pair.s.q.shape[2], pair.s.k.shape[2])]
-        kind = (*key, *sizes, pair.s.q.shape[0] > 1, cache.share < 1, pair.s.counted is None, pair.has_same_keys(cache))
+        kind = (
+            *key,
+            *sizes,
+            pair.s.q.shape[0] > 1,
+            cache.share < 1,
+            pair.s.counted is None,
+            pair.has_same_keys(cache),
+        )
         if self._verify == "never" or (self._verify == "first" and kind in self._proven):
             return
         share = prove_pair(pair, cache)
@@ -300,7 +307,9 @@ class AttentionDistiller:
         elif self.check_input:
             check_same_input(self.teacher, self.student)
         if self.teacher.step.training:
-            raise RuntimeError("AttentionDistiller: the compiled teacher ran in training mode: call teacher.eval() before")
+            raise RuntimeError(
+                "AttentionDistiller: the compiled teacher ran in training mode: call teacher.eval() before"
+            )
         has_group = self._asked_parallel.context_group is not None
         if not has_group and not self.teacher.step.region == self.student.step.region == active_region():
             raise RuntimeError(
@@ -337,10 +346,16 @@ class AttentionDistiller:
         tower = self.tower or ("language" if "language" in towers else towers[0])
         layers = [layer for layer in capture.layers if (layer.kind, layer.tower) == (self.attention, tower)]
         if not layers:
-            found = sorted({f"attention={layer.kind!r}, tower={layer.tower!r}" for layer in capture.layers}) or ["none"]
+            asked, *found = (
+                f"attention={kind!r}" + (f", tower={part!r}" if len(towers) > 1 else "")
+                for kind, part in (
+                    (self.attention, tower),
+                    *sorted({(layer.kind, layer.tower) for layer in capture.layers}),
+                )
+            )
             raise ValueError(
-                f"{capture.role}: the last forward of {type(capture.step.module).__name__} has no layers for "
-                f"attention={self.attention!r}, tower={tower!r}; it has: {'; '.join(found)}"
+                f"{capture.role}: the last forward of {type(capture.step.module).__name__} has no layers for {asked}; it has: "
+                f"{'; '.join(found) or 'none'}"
             )
         return layers
 
@@ -363,7 +378,11 @@ class AttentionDistiller:
                 "reentrant checkpointing keeps no graph of its queries and keys: call "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
             )
-        elif any(tensor is not None and tensor.requires_grad for layer in layers for tensor in (layer.q, layer.k, layer.sink)):
+        elif any(
+            tensor is not None and tensor.requires_grad
+            for layer in layers
+            for tensor in (layer.q, layer.k, layer.sink)
+        ):
             return  # the lower layers are frozen
         else:
             reason = "no parameter that its queries and keys depend on requires a gradient"
@@ -376,7 +395,9 @@ class AttentionDistiller:
         if self.rows == "all":
             return row_weight
         if self.parallel():
-            raise ValueError("rows='labels': a shard of labels does not contain the next token of all its rows: pass row_weight")
+            raise ValueError(
+                "rows='labels': a shard of labels does not contain the next token of all its rows: pass row_weight"
+            )
         labels = labels if labels is not None else self.student.step.arguments().get("labels")
         if labels is None:
             raise ValueError("rows='labels': the student ran without labels: pass loss(labels=...)")

@@ -44,7 +44,9 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
     with torch.no_grad():
         module(**kept)
     if not teacher.has_run:
-        raise RuntimeError(f"AttentionDistiller: the forward of the teacher, {type(module).__name__}, was not captured")
+        raise RuntimeError(
+            f"AttentionDistiller: the forward of the teacher, {type(module).__name__}, was not captured"
+        )
 
 
 def _needs_labels(student: Capture, given: dict[str, Any]) -> bool:
@@ -85,8 +87,12 @@ def check_same_input(teacher: Capture, student: Capture) -> None:
 
 
 def _main_input(capture: Capture, given: dict[str, Any]) -> str:
-    main = capture.step.module.main_input_name
-    return main if main in given else next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
+    main: Any = capture.step.module.main_input_name
+    return (
+        main
+        if main in given
+        else next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
+    )
 
 
 def _same(name: str, a: Any, b: Any) -> bool:
@@ -115,7 +121,7 @@ def check_packing(student: Capture, layers: list[Layer]) -> None:
     token = torch.arange(positions.shape[1], device=positions.device)
     begin = torch.where(positions == 0, token, 0).cummax(1).values  # of the sequence of each token
     for layer in layers:
-        if layer.keys is None or layer.kind == "cross" or layer.keys.len_q != positions.shape[1]:
+        if layer.keys is None or layer.refusal is not None or layer.kind == "cross" or layer.keys.len_q != len(token):
             continue
         keys_begin = layer.keys.begin.to(begin.device)
         crosses = (keys_begin < begin) & (keys_begin < layer.keys.end.to(begin.device))

@@ -53,6 +53,12 @@ class Keys:
         return int((before.gather(1, self.end) - before.gather(1, self.begin)).sum())
 
     @cached_property
+    def edges(self) -> list[int]:
+        """The rows before and after the first and the last begin of a range that differs from that of the row above."""
+        moves = (self.begin[:, 1:] != self.begin[:, :-1]).any(0).nonzero()[:, 0]
+        return [row + i for row in {*moves[:1].tolist(), *moves[-1:].tolist()} for i in (0, 1)]
+
+    @cached_property
     def causal(self) -> bool:
         """No query looks ahead."""
         return bool((self.end <= self._position() + 1).all())
@@ -65,10 +71,10 @@ class Keys:
         """The keys that the queries of both attend to."""
         if other is self:
             return self
-        to = dict(device=self.begin.device)
-        shown = [each.to(**to) for each in (self.shown, other.shown) if each is not None]
-        shown_by_both = None if not shown else shown[0] if len(shown) == 1 else shown[0] & shown[1]
-        begin, end = self.begin.maximum(other.begin.to(**to)), self.end.minimum(other.end.to(**to))
+        device = self.begin.device
+        shown = [each.to(device) for each in (self.shown, other.shown) if each is not None]
+        shown_by_both = shown[0] & shown[-1] if shown else None
+        begin, end = self.begin.maximum(other.begin.to(device)), self.end.minimum(other.end.to(device))
         return keys_between(begin, end, shown_by_both, self.len_k)
 
     def equals(self, other: Keys) -> bool:
@@ -176,7 +182,9 @@ def _shown_in(rows: torch.Tensor) -> torch.Tensor:
     else:
         seen = rows == 0
         if not bool((seen | (rows <= _HIDDEN)).all()):
-            raise Refused("adds a bias to its logits (its attention mask is neither 0 nor hides a key), which the KL does not cover")
+            raise Refused(
+                "adds a bias to its logits (its attention mask is neither 0 nor hides a key), which the KL does not cover"
+            )
     if rows.shape[1] > 1 and not bool((seen == seen[:, :1]).all()):
         raise Refused("has another attention mask for each head")
     return seen[:, 0]

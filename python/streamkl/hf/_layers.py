@@ -72,17 +72,21 @@ class Layer:
         return self
 
 
-def as_layers(calls: list[Call], read: Callable[[Call], Keys], model: Any, role: str, needs_proof, proven) -> list[Layer]:
+def as_layers(
+    calls: list[Call], read: Callable[[Call], Keys], model: Any, role: str, needs_proof, proven
+) -> list[Layer]:
     """The layers of a forward, in the order in which they ran. `needs_proof(call)` says whether to prove one, `proven(call)`
     learns that it is."""
     names = {module: name for name, module in model.named_modules()}
     encoder, towers = _encoder_modules(model), _towers(model)
     layers: list[Layer] = []
-    for number, call in enumerate(_without_repetitions(calls)):
+    for number, (call, parts) in enumerate(_of_layers(calls)):
         name = names.get(call.module, type(call.module).__name__)
         refusal, keys = None, None
         try:
             _refuse_features(call)
+            if parts > 1:
+                raise Refused(f"runs its attention in {parts} parts, once for each image or window")
             keys = read(call)
             counted = _counted(keys)
             if needs_proof(call):
@@ -106,12 +110,21 @@ def _counted(keys: Keys) -> torch.Tensor | None:
     return keys.shown if keys.len_q == keys.len_k else None
 
 
-def _without_repetitions(calls: list[Call]) -> list[Call]:
-    """DiffLlama applies one distribution to two sets of values, in two calls."""
-    repeated = [
-        i > 0 and call.query is calls[i - 1].query and call.key is calls[i - 1].key for i, call in enumerate(calls)
-    ]
-    return [call for call, again in zip(calls, repeated) if not again]
+def _of_layers(calls: list[Call]) -> list[tuple[Call, int]]:
+    """(call, parts) of each layer. DiffLlama applies one distribution to two sets of values, in two calls: the first counts."""
+    layers: list[tuple[Call, int]] = []
+    for before, call in zip([None, *calls], calls):
+        if before is not None and call.query is before.query and call.key is before.key:
+            continue
+        if before is not None and call.module is before.module and _same_storage(call.query, before.query):
+            layers[-1] = (layers[-1][0], layers[-1][1] + 1)
+        else:
+            layers.append((call, 1))
+    return layers
+
+
+def _same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _encoder_modules(model: Any) -> set[torch.nn.Module] | None:
@@ -127,9 +140,9 @@ def _kind(call: Call, keys: Keys | None, encoder: set[torch.nn.Module] | None) -
         return "cross" if getattr(call.module, "is_cross_attention", False) else "self"
     if call.module in encoder:
         return "encoder"
-    causal = getattr(call.module, "is_causal", None)  # a decoder is causal
-    causal = keys is not None and keys.causal if causal is None else causal
-    return "self" if causal else "cross"
+    if keys is None or keys.len_q == 1:  # its keys do not tell
+        return "self" if getattr(call.module, "is_causal", True) else "cross"
+    return "self" if keys.causal else "cross"  # a decoder is causal
 
 
 # ---- Towers ------------------------------------------------------------------------------------------------------------
@@ -137,7 +150,11 @@ def _kind(call: Call, keys: Keys | None, encoder: set[torch.nn.Module] | None) -
 
 def _towers(model: Any) -> dict[str, str]:
     """{module: tower} of a model that has several, each with a config of its own, such as a vision and a language tower."""
-    parts = {type(part): name for name in model.config.sub_configs if (part := getattr(model.config, name, None)) is not None}
+    parts = {
+        type(part): name
+        for name in model.config.sub_configs
+        if (part := getattr(model.config, name, None)) is not None
+    }
     if len(parts) < 2 or set(model.config.sub_configs) == {"encoder", "decoder"}:
         return {}
     towers = {}
@@ -179,7 +196,10 @@ class KeyReader:
             window, bounds = call.options.get("sliding_window"), call.options.get("cu_seq_lens_q")
         key = (id(call.mask), *shape, call.causal, call.implementation, window, id(bounds))
         if key not in self._known:
-            self._known[key] = ((call.mask, bounds), _read(call, window, bounds, *shape))  # keeps the mask, and so its id
+            self._known[key] = (
+                (call.mask, bounds),
+                _read(call, window, bounds, *shape),
+            )  # keeps the mask, and so its id
         return self._known[key][1]
 
 
@@ -199,7 +219,9 @@ def _read(call: Call, window: int | None, bounds: torch.Tensor | None, batch: in
     raise Refused(f"receives an attention mask of type {type(mask).__name__}, which cannot be evaluated")
 
 
-def _read_flash(mask, causal: bool, window: int | None, bounds: torch.Tensor | None, len_q: int, len_k: int, device) -> Keys:
+def _read_flash(
+    mask, causal: bool, window: int | None, bounds: torch.Tensor | None, len_q: int, len_k: int, device
+) -> Keys:
     """Flash attention takes causality, the window and the sequences as arguments, and the 2-D mask."""
     side = math.inf if window is None else window - 1
     keys = keys_in_window(side, 0 if causal else side, len_q, len_k, device)

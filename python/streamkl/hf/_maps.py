@@ -12,7 +12,9 @@ from ._layers import Layer
 
 IntMap = Union[Mapping[int, int], Sequence[int]]
 LayerName = Union[int, str]  # the number of an attention layer, or the name of its module
-LayerMap = Union[Mapping[LayerName, Union[LayerName, Sequence[LayerName]]], Sequence[Union[LayerName, Sequence[LayerName]]]]
+LayerMap = Union[
+    Mapping[LayerName, Union[LayerName, Sequence[LayerName]]], Sequence[Union[LayerName, Sequence[LayerName]]]
+]
 HeadMap = Union[IntMap, Mapping[int, IntMap]]
 
 
@@ -46,7 +48,7 @@ def _head_pairs(given, heads) -> dict[int, int]:
     return pairs
 
 
-def _as_dict(name: str, given) -> dict[int, Any]:
+def _as_dict(name: str, given) -> dict[Any, Any]:
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
         raise ValueError(f"{name}={given!r}: must be a mapping {{student: teacher}} or a sequence of teachers")
     pairs = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
@@ -82,15 +84,21 @@ def _counts(name: str, teacher, student) -> tuple[int, int] | None:
 
 def _check_pair(i: LayerName, j: LayerName, layers_t: Sequence, layers_s: Sequence) -> None:
     if (isinstance(i, int) and i >= len(layers_s)) or (isinstance(j, int) and j >= len(layers_t)):
-        raise ValueError(f"layer_map[{i}]={j}: the student has layers 0..{len(layers_s) - 1}, the teacher 0..{len(layers_t) - 1}")
+        raise ValueError(
+            f"layer_map[{i}]={j}: the student has layers 0..{len(layers_s) - 1}, the teacher 0..{len(layers_t) - 1}"
+        )
 
 
-def numbered_layers(named: dict[LayerName, list[LayerName]], teacher: list[Layer], student: list[Layer]) -> dict[int, list[int]]:
+def numbered_layers(
+    named: dict[LayerName, list[LayerName]], teacher: list[Layer], student: list[Layer]
+) -> dict[int, list[int]]:
     """The map with numbers in place of names."""
     for i, many in named.items():
         for j in many:
             _check_pair(i, j, teacher, student)
-    return {_number(i, student, "student"): [_number(j, teacher, "teacher") for j in many] for i, many in named.items()}
+    return {
+        _number(i, student, "student"): [_number(j, teacher, "teacher") for j in many] for i, many in named.items()
+    }
 
 
 def _number(given: LayerName, layers: list[Layer], role: str) -> int:
@@ -100,7 +108,9 @@ def _number(given: LayerName, layers: list[Layer], role: str) -> int:
     found = [i for i, layer in enumerate(layers) if f"{layer.name}.".startswith(f"{given}.")]
     if len(found) != 1:
         names = ", ".join(layer.name for layer in layers)
-        raise ValueError(f"layer_map: {given!r} contains {len(found)} attention layers of the {role}, must be 1; they are: {names}")
+        raise ValueError(
+            f"layer_map: {given!r} contains {len(found)} attention layers of the {role}, must be 1; they are: {names}"
+        )
     return found[0]
 
 

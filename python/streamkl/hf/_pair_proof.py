@@ -29,14 +29,19 @@ def prove_pair(pair: Pair, cache: RowCache) -> float:
     Returns the share of the teacher's attention, in these rows, on keys that the student does not attend to.
     """
     (q_t, _, q_s, _), options, rows = pair.arguments(cache)
-    heads_t, heads_s = ([*pair.heads.values()], [*pair.heads]) if pair.heads is not None else (slice(None), slice(None))
+    heads_t, heads_s = (
+        ([*pair.heads.values()], [*pair.heads]) if pair.heads is not None else (slice(None), slice(None))
+    )
     outside = []
     for row in _some_rows(options, rows, pair.s):
         seen_t, seen_s = (_of_row(layer, row).to(row.keys.device) for layer in (pair.t, pair.s))
         common = seen_t & seen_s
         if not torch.equal(row.keys, common):
             raise _fault(pair, row, "other keys")
-        for layer, heads, q, lse in (pair.t, heads_t, q_t, options["lse_t"]), (pair.s, heads_s, q_s, options["lse_s"]):
+        for layer, heads, q, lse in (
+            (pair.t, heads_t, q_t, options["lse_t"]),
+            (pair.s, heads_s, q_s, options["lse_s"]),
+        ):
             if not torch.equal(_take(q, row, 2), layer.q[row.sequence, heads, row.query].to(q.device)):
                 raise _fault(pair, row, "other queries")
             if lse is not None and not _has_lse(layer, row, common, heads, _take(lse, row, 1)):
@@ -108,7 +113,9 @@ def _some_rows(options: dict[str, Any], rows: Rows, layer: Layer) -> Iterator[_R
             yield _Row((row,), b, i, keys)
 
 
-def _shown(options: dict[str, Any], place: tuple[int, ...], row: int, size_q: int, size_k: int, device) -> torch.Tensor:
+def _shown(
+    options: dict[str, Any], place: tuple[int, ...], row: int, size_q: int, size_k: int, device
+) -> torch.Tensor:
     """[size_k] bool: the keys of its sequence that a row attends to, by the masks of attention_kl."""
     key, position = torch.arange(size_k, device=device), row + size_k - size_q
     left, right = options.get("window_size", (-1, -1))

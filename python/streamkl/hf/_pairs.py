@@ -48,7 +48,10 @@ class RowCache:
         if key not in self._rows:
             counted = [each.to(keys.begin.device) for each in used[1:] if each is not None]
             both = None if not counted else counted[0] & counted[-1]
-            self._rows[key] = (used, pack_rows(keys, both, s.q.shape[0], where, self.share, self._draw))  # keeps their ids
+            self._rows[key] = (
+                used,
+                pack_rows(keys, both, s.q.shape[0], where, self.share, self._draw),
+            )  # keeps their ids
         return self._rows[key][1]
 
     def _draw(self, count: int) -> torch.Tensor:
@@ -108,7 +111,9 @@ class Pair:
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
         """The LSEs of a model may be those of its own keys alone."""
         if rows.queries is not None:
-            raise ValueError(f"{self.where}: padding and packed sequences are not supported under context parallelism")
+            raise ValueError(
+                f"{self.where}: padding and packed sequences are not supported under context parallelism"
+            )
         return {**options, "lse_t": None, "lse_s": None}
 
     def row_losses(self, direction: Direction, cache: RowCache) -> torch.Tensor:

@@ -88,7 +88,9 @@ def _pack(tensor: torch.Tensor, side: _Side | None) -> torch.Tensor:
     return tokens if side.order is None else tokens.index_select(1, side.order)
 
 
-def pack_rows(keys: Keys, counted: torch.Tensor | None, batch: int, where: str, share: float = 1.0, uniform=None) -> Rows:
+def pack_rows(
+    keys: Keys, counted: torch.Tensor | None, batch: int, where: str, share: float = 1.0, uniform=None
+) -> Rows:
     """The rows of a layer pair, at `where`, that attend to `keys`; `counted`, [batch, len_q] bool, leaves some out.
 
     Rows that attend to no key are left out, and so are keys that no row attends to. Rows that share a key are in one
