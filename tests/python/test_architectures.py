@@ -21,10 +21,14 @@ PAGE = (Path(__file__).parents[2] / "docs/guide/architectures.md").read_text()
 
 @pytest.mark.parametrize("name", architectures.page_names() if LONG else SAMPLE)
 def test_is_exact_or_refused(name):
+    """The page is about one release of transformers; the others must be exact or refused, too."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
     transformers.logging.set_verbosity_error()
     outcome = architectures.outcome_of(name)
     assert outcome.kind != "different", outcome.reason
-    assert architectures.row_of(name, outcome) in PAGE
+    if f"transformers {transformers.__version__}," in PAGE:
+        assert architectures.row_of(name, outcome) in PAGE
 
 
 def test_most_are_exact():

@@ -120,7 +120,7 @@ def _count_before(shown: torch.Tensor | None, rows: torch.Tensor, len_k: int) ->
 
 
 def covered_keys(begin: torch.Tensor, end: torch.Tensor, len_k: int) -> torch.Tensor:
-    """[batch, len_k] bool: the keys that lie in the range of some row."""
+    """[batch, len_k] bool: the keys that are in the range of some row."""
     change = torch.zeros(len(begin), len_k + 1, dtype=torch.long, device=begin.device)
     one = torch.ones_like(begin)
     change.scatter_add_(1, begin, one).scatter_add_(1, end, -one)
