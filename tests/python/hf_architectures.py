@@ -58,6 +58,105 @@ NO_CHANCE = dict(
 )  # fmt: skip
 
 
+# ---- Models that see or hear -----------------------------------------------------------------------------------------
+
+VISION = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=4)
+TEXT = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=1,
+)  # fmt: skip
+IMAGE_TOKEN = VOCABULARY - 1
+
+
+def _llava():
+    return transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION), text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=IMAGE_TOKEN, vision_feature_layer=-1,
+    )  # fmt: skip
+
+
+def _qwen():
+    vision = dict(
+        depth=2, hidden_size=32, num_heads=4, intermediate_size=48, out_hidden_size=32, patch_size=4, spatial_merge_size=2,
+        temporal_patch_size=1, window_size=16, fullatt_block_indexes=[1],
+    )  # fmt: skip
+    rope = dict(rope_type="default", mrope_section=[2, 1, 1], rope_theta=1e4)
+    return transformers.Qwen2_5_VLConfig(
+        text_config={**TEXT, "rope_parameters": rope}, vision_config=vision, image_token_id=IMAGE_TOKEN, video_token_id=3,
+        vision_start_token_id=4, vision_end_token_id=5,
+    )  # fmt: skip
+
+
+def _gemma():
+    text = dict(TEXT, sliding_window=5, layer_types=["sliding_attention", "full_attention"])
+    return transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**text), vision_config=transformers.SiglipVisionConfig(**VISION),
+        mm_tokens_per_image=4, image_token_index=IMAGE_TOKEN, boi_token_index=4, eoi_token_index=5,
+    )  # fmt: skip
+
+
+def _whisper():
+    return transformers.WhisperConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=10, max_target_positions=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=1, decoder_start_token_id=1, dropout=0.0,
+    )  # fmt: skip
+
+
+def _wav2vec2():
+    return transformers.Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, conv_dim=(16, 16), conv_kernel=(4, 4),
+        conv_stride=(4, 2), num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
+        feat_extract_norm="layer", hidden_dropout=0.0, attention_dropout=0.0, feat_proj_dropout=0.0, layerdrop=0.0,
+    )  # fmt: skip
+
+
+MEDIA = {
+    "ViTModel": (lambda: transformers.ViTConfig(**VISION), {}),
+    "Dinov2Model": (lambda: transformers.Dinov2Config(**VISION), {}),
+    "SiglipVisionModel": (lambda: transformers.SiglipVisionConfig(**VISION), {}),
+    "CLIPVisionModel": (lambda: transformers.CLIPVisionConfig(**VISION), {}),
+    "LlavaForConditionalGeneration": (_llava, dict(tokens=16)),
+    "Qwen2_5_VLForConditionalGeneration": (_qwen, dict(tokens=4)),
+    "Gemma3ForConditionalGeneration": (_gemma, dict(tokens=4)),
+    "WhisperForConditionalGeneration": (_whisper, {}),
+    "Wav2Vec2Model": (_wav2vec2, {}),
+}
+
+
+def _media_inputs(name, padding):
+    """Images, sound, and text with an image in it; the text may be padded."""
+    generator = torch.Generator().manual_seed(4)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    if name == "Wav2Vec2Model":
+        mask = torch.ones(2, 160, dtype=torch.long)
+        if padding == "right":
+            mask[0, 100:] = 0
+        return dict(input_values=torch.randn(2, 160, generator=generator), attention_mask=mask)
+    if name == "WhisperForConditionalGeneration":
+        text = _text_inputs(padding, generator)
+        return dict(
+            input_features=torch.randn(2, 8, 20, generator=generator), decoder_input_ids=text["input_ids"],
+            decoder_attention_mask=text["attention_mask"],
+        )  # fmt: skip
+    tokens = MEDIA[name][1].get("tokens")
+    if tokens is None:
+        return dict(pixel_values=pixels)
+    text = _text_inputs(padding, generator)
+    image = torch.full((2, tokens + 1), IMAGE_TOKEN)
+    image[:, 0] = 4
+    ids = torch.cat([text["input_ids"][:, :6], image, text["input_ids"][:, 6:]], 1)
+    mask = torch.cat([text["attention_mask"][:, :6], torch.ones_like(image), text["attention_mask"][:, 6:]], 1)
+    inputs = dict(input_ids=ids, attention_mask=mask, pixel_values=pixels)
+    if name.startswith("Qwen"):
+        patches = pixels.unflatten(3, (4, 4)).unflatten(2, (4, 4)).permute(0, 2, 4, 1, 3, 5).reshape(32, 48)
+        inputs.update(pixel_values=patches, image_grid_thw=torch.tensor([[1, 4, 4]] * 2))
+        inputs["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+    if name.startswith("Gemma"):
+        inputs["token_type_ids"] = (ids == IMAGE_TOKEN).long()
+    return inputs
+
+
 def all_names():
     """Causal, masked and encoder-decoder language models; a model that hears or sees needs more than text."""
     mappings = (
@@ -71,7 +170,13 @@ def all_names():
     return names
 
 
+def page_names():
+    return sorted({*all_names(), *MEDIA})
+
+
 def classes_of(name):
+    if name in MEDIA:
+        return MEDIA[name][0], getattr(transformers, name)
     return CONFIG_MAPPING[all_names()[name]], getattr(transformers, name)
 
 
@@ -81,6 +186,8 @@ class NeedsMore(Exception):
 
 def tiny_config(config_class):
     """A config of 2 layers, or of one layer of each type that its default has."""
+    if not isinstance(config_class, type):
+        return config_class()  # of MEDIA
     default = config_class()
     if config_class.sub_configs:
         inner = {name: getattr(default, name, None) for name in config_class.sub_configs}
@@ -187,7 +294,7 @@ def outcome_of(name):
 def _outcome(name, factor):
     try:
         teacher, student = tiny_model(name, 0, factor), tiny_model(name, 1, factor)
-        student(**_inputs("none", student))
+        student(**inputs_of("none", student))
     except NeedsMore as error:
         return Outcome("not built", f"needs more than text: {error}")
     except Exception as error:
@@ -197,7 +304,7 @@ def _outcome(name, factor):
     try:
         for kind in kinds:
             for padding in "none", "left", "right":
-                inputs = _inputs(padding, student)
+                inputs = inputs_of(padding, student)
                 found_by = {
                     implementation: _distilled(teacher, student, inputs, kind)
                     for implementation in ("eager", "sdpa")
@@ -235,19 +342,23 @@ def _expected(name, factor, inputs, kind):
     return expected
 
 
-def _inputs(padding, model):
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=generator)
+def inputs_of(padding, model):
+    if type(model).__name__ in MEDIA:
+        return _media_inputs(type(model).__name__, padding)
+    inputs = _text_inputs(padding, torch.Generator().manual_seed(3))
+    if model.config.is_encoder_decoder:
+        ids, mask = (inputs[name].flip(0)[:, 2:] for name in ("input_ids", "attention_mask"))
+        inputs.update(decoder_input_ids=ids, decoder_attention_mask=mask)
+    return inputs
+
+
+def _text_inputs(padding, generator):
+    ids = torch.randint(6, IMAGE_TOKEN, (2, LENGTH), generator=generator)
     mask = torch.ones_like(ids)
     if padding != "none":
         mask[0, :4] = 0
     mask = mask.flip(1) if padding == "right" else mask
-    inputs = dict(input_ids=ids.masked_fill(mask == 0, 0), attention_mask=mask)
-    if model.config.is_encoder_decoder:
-        inputs.update(
-            decoder_input_ids=inputs["input_ids"].flip(0)[:, 2:], decoder_attention_mask=mask.flip(0)[:, 2:]
-        )
-    return inputs
+    return dict(input_ids=ids.masked_fill(mask == 0, 0), attention_mask=mask)
 
 
 def _set(implementation, *models):
@@ -270,10 +381,10 @@ def _from_weights(models, inputs, kind):
         weights.append([weight for weight in given if isinstance(weight, torch.Tensor) and weight.dim() == 4])
     if not weights[0] or not weights[1]:
         return None
-    if any(weight.shape[-2] != inputs[_ids(inputs, kind)].shape[1] for weight in weights[0]):
+    ids = inputs.get("decoder_input_ids" if kind != "encoder" and "decoder_input_ids" in inputs else "input_ids")
+    if ids is not None and any(weight.shape[-2] != ids.shape[1] for weight in weights[0]):
         return None
-    rows = inputs.get("decoder_attention_mask") if kind != "encoder" else None
-    kept = (inputs["attention_mask"] if rows is None else rows).bool()
+    kept = _kept_rows(models[1], inputs, kind, weights[0][0])
     losses = []
     for p, s in zip(*weights):
         p = p.detach().double()
@@ -306,8 +417,11 @@ def _sink_weights(model):
         yield
 
 
-def _ids(inputs, kind):
-    return "decoder_input_ids" if kind != "encoder" and "decoder_input_ids" in inputs else "input_ids"
+def _kept_rows(model, inputs, kind, weights):
+    mask = inputs.get("attention_mask" if kind == "encoder" else "decoder_attention_mask", inputs.get("attention_mask"))
+    if mask is not None and "input_values" in inputs:
+        mask = model._get_feature_vector_attention_mask(weights.shape[-2], mask)
+    return torch.ones(weights.shape[0], weights.shape[2], dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _mask_of_f32(**kwargs):
@@ -345,7 +459,7 @@ def _difference(found, expected):
 
 # ---- The page --------------------------------------------------------------------------------------------------------------
 
-RESULTS = {"exact": "exact", "refused": "refused", "no weights": "not compared", "not built": "not tested"}
+RESULTS = {"exact": "exact", "different": "different", "refused": "refused", "no weights": "not compared", "not built": "not tested"}
 
 
 def row_of(name, outcome):
@@ -360,8 +474,9 @@ def page(rows):
         f"""# Model families
 
 What `AttentionDistiller` does with every causal, masked and encoder-decoder language model class of
-transformers {transformers.__version__}, with torch {torch.__version__.split("+")[0]}. tests/python/hf_architectures.py
-generates this page: `./test long` checks all of it, `./test` a sample.
+transformers {transformers.__version__}, and with {len(MEDIA)} classes that see or hear, with torch
+{torch.__version__.split("+")[0]}. tests/python/hf_architectures.py generates this page: `./test long` checks all of it,
+`./test` a sample.
 
 | result | classes | meaning |
 |---|---|---|
@@ -381,6 +496,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     if sys.argv[1:]:  # some rows only
-        print(*(row_of(name, outcome_of(name)) for name in sys.argv[1:]), sep="\n")
+        for name in sys.argv[1:]:
+            print(row_of(name, outcome_of(name)), flush=True)
     else:
-        print("\n".join(page([row_of(name, outcome_of(name)) for name in sorted(all_names())])))
+        print("\n".join(page([row_of(name, outcome_of(name)) for name in page_names()])))

@@ -157,7 +157,8 @@ def test_the_latest_forward_counts():
     teacher, student = llama(), llama()
     with AttentionDistiller(teacher, student) as distiller:
         student(**batch(seed=1))
-        student(**batch(seed=2))
+        with pytest.warns(UserWarning, match="a forward of the student is dropped"):
+            student(**batch(seed=2))
         twice = distiller.loss()
         student(**batch(seed=2))
         assert torch.equal(twice, distiller.loss())
@@ -175,9 +176,6 @@ def test_unsupported_cases_are_errors():
     student, inputs = llama(), batch()
     with pytest.raises(ValueError, match="student layer 0 and teacher layer 0: one is causal and the other is not"):
         loss_of(bert(), student, inputs)
-    inputs["attention_mask"] = torch.ones(3, 1, 17, 17).tril().bool()
-    with pytest.raises(ValueError, match=r"layer 0 \(model.layers.0.self_attn\) receives an attention mask \[3, 1, 17, 17\]"):
-        loss_of(llama(), student, inputs)
 
 
 @pytest.mark.parametrize("name", ["layer_map", "head_map"])
@@ -200,7 +198,7 @@ def test_an_exception_in_forward_ends_the_capture():
     with AttentionDistiller(llama(), student):
         with pytest.raises(IndexError):
             student(input_ids=torch.tensor([[1000]]))
-        assert Recorder.of(student).depth == 0
+        assert Recorder.of(student).step is None
 
 
 def test_bidirectional_gemma3():
@@ -215,7 +213,7 @@ def test_bidirectional_gemma3():
     with AttentionDistiller(teacher, student) as distiller:
         student(**inputs)
         side = config.sliding_window - 1  # of the half that the config makes of 4
-        assert [layer.visible.window_size() for layer in distiller.student.layers] == [(side, side), (-1, -1)]
+        assert [layer.visible.window for layer in distiller.student.layers] == [(side, side), (-1, -1)]
         loss = distiller.loss()
     expected = kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1})
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-7)

@@ -24,8 +24,8 @@ def test_capture():
     assert first.name == "model.layers.0.self_attn" and first.q.requires_grad and first.refusal is None
     assert (first.q.shape, first.k.shape) == ((3, 4, 17, 16), (3, 2, 17, 16))
     assert (first.scale, first.softcap, first.causal) == (0.25, 3.0, True)
-    assert (first.visible.window_size(), second.visible.window_size()) == ((4, 0), (-1, 0))
-    assert torch.equal(first.padding, inputs["attention_mask"].bool())
+    assert (first.visible.window, second.visible.window) == ((4, 0), (-1, 0))
+    assert torch.equal(first.counted, inputs["attention_mask"].bool())
 
 
 def test_compare():
@@ -140,6 +140,7 @@ def test_rows_of_labels():
             ValueError, match=r"rows='labels': the student ran without labels: pass loss\(labels=...\)"
         ):
             distiller.loss()
+        student(**inputs)
         torch.testing.assert_close(distiller.loss(labels=labels), found)
         student(**inputs)
         torch.testing.assert_close(distiller.loss(labels=labels, row_weight=torch.full(labels.shape, 0.5)), found)

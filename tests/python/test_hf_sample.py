@@ -137,7 +137,7 @@ def test_all_layers_compare_the_same_rows():
         (q_t, *_), options, rows = distiller.pairs()[0, 0].arguments(cache)
         _, _, others = distiller.pairs()[1, 1].arguments(cache)
     assert q_t.shape[1] == round(inputs["attention_mask"].sum().item() / 8) == options["cu_seqlens_q"][-1]
-    assert torch.equal(rows.queries.order, others.queries.order) and rows.bounds.keys() != others.bounds.keys()
+    assert torch.equal(rows.queries.order, others.queries.order) and rows.masks.keys() != others.masks.keys()
 
 
 def test_evaluation_compares_all_rows():

@@ -109,6 +109,7 @@ def test_sinks_on_one_side():
             with pytest.raises(ValueError, match=rf"student layer 1 and .*: only the {role} has attention sinks \(s_aux\)"):
                 distiller.loss()
             distiller.sinks = "keys only"
+            student(**inputs)
             assert distiller.loss() > 0
 
 

@@ -10,18 +10,25 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import os
 import re
+import warnings
 import weakref
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from ._attention import Call, Mask, record_attention, record_mask
+from ._attention import Call, record_attention
 from ._context import Region, active_region
-from ._layers import Layer, as_layers
+from ._keys import Keys, Refused
+from ._layers import KeyReader, Layer, as_layers
 from ._parameters import is_distributed
+from ._proof import rows_to_prove
+
+Verify = Literal["first", "always", "never"]
 
 _PREFIX = re.compile(r"^streamkl\d+_")
 _ids = itertools.count()
@@ -32,6 +39,10 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     """The transformers model inside wrappers: DDP, FSDP, torch.compile, peft."""
     inside = model
     while not isinstance(inside, PreTrainedModel):
+        if isinstance(model, (str, os.PathLike)):
+            raise TypeError(
+                f"{role}={str(model)!r}: must be a model, which AutoModelForCausalLM.from_pretrained({str(model)!r}) loads"
+            )
         if not isinstance(inside, torch.nn.Module):
             raise TypeError(f"{role}: {type(model).__name__} must be a transformers model")
         if hasattr(inside, "get_base_model"):  # peft
@@ -46,15 +57,20 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     return inside
 
 
-class Root(NamedTuple):
-    """The call of a model."""
+@dataclass(eq=False)
+class Step:
+    """One forward of a model: its arguments, and the calls of its attention."""
 
     module: torch.nn.Module
     args: tuple
     kwargs: dict[str, Any]
     versions: tuple[tuple, dict[str, Any]]  # of the arguments: a tensor that changes in place gets another version
     has_graph: bool  # it ran with gradients enabled
-    region: Region | None = None  # the context-parallel region that it ran in; a compiled model does not know
+    training: bool
+    region: Region | None  # the context-parallel region that it ran in; a compiled model does not know
+    calls: list[Call]
+    output: Any = None  # kept only on several processes: see _parameters.py
+    _read_keys: KeyReader | None = None
 
     def arguments(self) -> dict[str, Any]:
         """The arguments by name; those that are None are left out."""
@@ -68,38 +84,68 @@ class Root(NamedTuple):
         given = {**given, **given.pop("kwargs", {})}
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def is_generation(self) -> bool:
+        """A forward of generate(), which nothing is learnt from."""
+        return not self.has_graph and self.kwargs.get("past_key_values") is not None
+
+    def read_keys(self, call: Call) -> Keys:
+        if self._read_keys is None:  # not when it is made: torch.compile would trace that
+            self._read_keys = KeyReader()
+        return self._read_keys(call)
+
+    def rows_to_prove(self, call: Call) -> list[int] | None:
+        try:
+            return rows_to_prove(self.read_keys(call))
+        except Refused:
+            return None
+
 
 def _version(value: Any) -> int | None:
     is_tracked = isinstance(value, torch.Tensor) and not torch.compiler.is_compiling() and not value.is_inference()
     return value._version if is_tracked else None
 
 
+class _Name(str):
+    """The name of an attention implementation in a config. A copy of it, or what pickle reads, is the model's own name."""
+
+    own: str
+
+    def __deepcopy__(self, memo) -> str:
+        return self.own
+
+    def __reduce_ex__(self, protocol):
+        return str, (self.own,)
+
+
+def _reduce_detached(module: torch.nn.Module, hooks: set[int], protocol):
+    """What pickle and deepcopy take of an attached model: the model without hooks."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    made, arguments, state, *others = reduced
+    state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
+    for name, value in state.items():
+        if name.startswith("_forward_") and isinstance(value, dict):
+            state[name] = type(value)((key, each) for key, each in value.items() if key not in hooks)
+    return made, arguments, state, *others
+
+
 class Recorder:
     """Records the forward of a model, from the first submodel that is called to its end, for its captures."""
 
-    def __init__(self, model: PreTrainedModel | None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.number = next(_ids)
         self.captures: list[Capture] = []
         self.needs_values = False
         self.carries = False  # its attention can carry the KL
-        self.depth = 0
-        self.calls: list[Call] = []
-        self.masks: list[Mask] = []
-        self.root: Any = None  # of Root
-        self._verified: set = set()
+        self.step: Step | None = None  # of the forward that runs now
+        self._verify: set[Verify] = set()  # of the captures
+        self._proven: set[tuple] = set()  # the kinds of calls that have been proven
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
         self._shared: list[
             tuple[torch.nn.Module, Any]
         ] = []  # modules and the config that they share with another model
-        self._model = None if model is None else weakref.ref(model)
-
-    # A copy of an attached model, or a pickled one, runs its own attention and records nothing.
-    def __deepcopy__(self, memo) -> Recorder:
-        return Recorder(None)
-
-    def __reduce__(self):
-        return Recorder, (None,)
+        self._model = weakref.ref(model)
 
     @staticmethod
     def of(model: PreTrainedModel) -> Recorder:
@@ -111,40 +157,52 @@ class Recorder:
         if not self.captures:
             self._attach()
         self.captures.append(capture)
-        self.needs_values = any(capture.needs_values for capture in self.captures)
-        self.carries = any(capture.carries for capture in self.captures)
+        self._update()
 
     def remove(self, capture: Capture) -> None:
         self.captures = [other for other in self.captures if other is not capture]
-        self.carries = any(other.carries for other in self.captures)
+        self._update()
         if not self.captures:
             self._detach()
 
+    def _update(self) -> None:
+        self.needs_values = any(capture.needs_values for capture in self.captures)
+        self.carries = any(capture.carries for capture in self.captures)
+        self._verify = {capture.verify for capture in self.captures}
+
     def _attach(self) -> None:
-        assert self._model is not None
         model = self._model()
         assert model is not None
         self._own_shared_configs(model)
         for config in _configs(model):
             own = _PREFIX.sub("", config._attn_implementation or "eager")
             self._register(own)
-            config._attn_implementation_internal = f"streamkl{self.number}_{own}"
+            name = _Name(f"streamkl{self.number}_{own}")
+            name.own = own
+            config._attn_implementation_internal = name
             self._implementations.append((config, own))
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                self._hooks.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
-                self._hooks.append(module.register_forward_hook(self._end, always_call=True))
+                hooks = [
+                    module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                    module.register_forward_hook(self._end, always_call=True),
+                ]
+                self._hooks.append((module, hooks))
+                module.__dict__["__reduce_ex__"] = partial(_reduce_detached, module, {hook.id for hook in hooks})
 
     def _detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        for module, hooks in self._hooks:
+            del module.__dict__["__reduce_ex__"]
+            for hook in hooks:
+                hook.remove()
         for config, own in self._implementations:
             if config._attn_implementation.startswith(f"streamkl{self.number}_"):
                 config._attn_implementation_internal = own
         for module, config in self._shared:
             module.config = config
         self._hooks, self._implementations, self._shared = [], [], []
-        self._clear()
+        self.step = None
+        self._proven.clear()
 
     def _own_shared_configs(self, model: PreTrainedModel) -> None:
         """Models made from one config object share it: this one gets a copy while another one is attached."""
@@ -160,43 +218,64 @@ class Recorder:
         name = f"streamkl{self.number}_{own}"
         AttentionInterface.register(name, partial(record_attention, self, own))
         if own in AttentionMaskInterface._global_mapping:
-            own_mask = AttentionMaskInterface._global_mapping[own]
-            AttentionMaskInterface.register(name, partial(record_mask, self, own_mask))
+            AttentionMaskInterface.register(name, AttentionMaskInterface._global_mapping[own])
 
     # ---- Recording -----------------------------------------------------------------------------------------------------
 
-    def _clear(self) -> None:
-        self.depth, self.calls, self.masks, self.root = 0, [], [], None
-
     def _begin(self, module, args, kwargs) -> None:
-        if not self.captures:
+        if not self.captures or (self.step is not None and self.step.module is not module):
             return
-        if self.depth == 0:
-            self.calls, self.masks = [], []
-            versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
-            region = None if torch.compiler.is_compiling() else active_region()
-            self.root = Root(module, args, kwargs, versions, torch.is_grad_enabled(), region)
-        self.depth += 1
+        if self.step is not None:  # a KeyboardInterrupt ended the last forward, without a hook
+            self._fail()
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling:
+            for capture in self.captures:
+                capture.before_forward()
+        versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
+        region = None if is_compiling else active_region()
+        self.step = Step(module, args, kwargs, versions, torch.is_grad_enabled(), module.training, region, [])
 
     def _end(self, module, args, output) -> None:
-        if not self.captures:
+        step = self.step
+        if not self.captures or step is None or step.module is not module:
             return
-        self.depth -= 1
-        if self.depth == 0:
-            for capture in self.captures:
-                if output is None:  # the forward raised an error
-                    capture.clear()
-                else:
-                    capture.take(self.calls, self.root, output)
-            self.calls, self.masks, self.root = [], [], None
+        self.step = None
+        if output is None:  # the forward raised an error
+            self._fail()
+            return
+        step.output = output if is_distributed() else None
+        for capture in self.captures:
+            capture.take(step)
 
-    def is_new(self, call: Call) -> bool:
-        """Whether a call of this kind has not been seen yet."""
-        kind = (id(call.module), call.implementation, call.mask is None, call.sink is None, *call.options)
-        if kind in self._verified:
+    def _fail(self) -> None:
+        self.step = None
+        for capture in self.captures:
+            capture.drop()
+
+    # ---- Proofs ----------------------------------------------------------------------------------------------------------
+
+    def wants_proof(self, call: Call) -> bool:
+        """Whether a call is to be proven. A compiled call is probed always: a graph has no memory."""
+        if self._verify == {"never"}:
             return False
-        self._verified.add(kind)
-        return True
+        return torch.compiler.is_compiling() or "always" in self._verify or _kind(call) not in self._proven
+
+    def proven(self, call: Call) -> None:
+        self._proven.add(_kind(call))
+
+    def forget_proofs(self) -> None:
+        self._proven.clear()
+
+
+def _kind(call: Call) -> tuple:
+    """Calls of one kind are proven once: the module, its mode, the kind of its mask, and the size of its shape."""
+    mask = call.mask
+    kind = (type(mask), mask.dim(), mask.dtype) if isinstance(mask, torch.Tensor) else type(mask)
+    sizes = [length.bit_length() for length in (call.query.shape[2], call.key.shape[2])]
+    return (
+        id(call.module), call.implementation, call.training, call.has_graph, kind, call.sink is None, call.lse is None,
+        call.query.dtype, call.query.shape[0] > 1, *sizes, *call.options,
+    )  # fmt: skip
 
 
 def _configs(model: PreTrainedModel) -> list:
@@ -215,10 +294,15 @@ def _configs(model: PreTrainedModel) -> list:
 class Capture:
     """The last forward of a model, between attach() and detach()."""
 
-    def __init__(self, model: Any, role: str, needs_values: bool = False, carries: bool = False) -> None:
+    def __init__(
+        self, model: Any, role: str, needs_values: bool = False, carries: bool = False, verify: Verify = "first"
+    ) -> None:
         self.model, self.role, self.needs_values, self.carries = unwrap(model, role), role, needs_values, carries
+        self.verify: Verify = verify
         self.is_split = False  # its attention reads keys of other ranks
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
+        self.must_be_eval = False  # each forward runs in eval mode, whatever the owner of the model has called
+        self.drop = self.clear  # is called if a forward fails
         self._recorder: Recorder | None = None
         self.clear()
 
@@ -233,20 +317,43 @@ class Capture:
         self.clear()
 
     def clear(self) -> None:
-        self.calls: list[Call] = []
-        self.root: Any = None
-        self.output: Any = None  # kept only on several processes: see _parameters.py
+        self._step: Step | None = None
         self._layers: list[Layer] | None = None
 
-    def take(self, calls: list[Call], root: Root, output: Any) -> None:
-        if self.keep_graph and self.root is not None and self.root.has_graph and not root.has_graph:
+    def close(self) -> None:
+        """Clears the capture, and forgets a forward that was interrupted."""
+        self.clear()
+        if self._recorder is not None:
+            self._recorder.step = None
+
+    def reset(self) -> None:
+        """Clears the capture, and forgets which layers are proven."""
+        self.close()
+        if self._recorder is not None:
+            self._recorder.forget_proofs()
+
+    def before_forward(self) -> None:
+        if self.must_be_eval and any(module.training for module in self.model.modules()):
+            self.model.eval()
+
+    def take(self, step: Step) -> None:
+        if step.is_generation or (self.keep_graph and self.has_run and self.step.has_graph and not step.has_graph):
             return
-        self.calls, self.root, self._layers = calls, root, None
-        self.output = output if is_distributed() else None
+        if self.has_run and self.step.has_graph and self.role == "student" and not torch.compiler.is_compiling():
+            warnings.warn(
+                "AttentionDistiller: a forward of the student is dropped, because the student ran again before loss(): call loss() "
+                "after each forward", stacklevel=2,
+            )  # fmt: skip
+        self._step, self._layers = step, None
 
     @property
     def has_run(self) -> bool:
-        return self.root is not None
+        return self._step is not None
+
+    @property
+    def step(self) -> Step:
+        assert self._step is not None
+        return self._step
 
     @property
     def is_checkpointing(self) -> bool:
@@ -254,6 +361,17 @@ class Capture:
 
     @property
     def layers(self) -> list[Layer]:
+        if self._step is None:
+            return []
         if self._layers is None:
-            self._layers = as_layers(self.calls, self.model, self.role, verify=not self.is_split)
+            self._layers = as_layers(
+                self.step.calls, self.step.read_keys, self.model, self.role, self._needs_proof, self._proven
+            )
         return self._layers
+
+    def _needs_proof(self, call: Call) -> bool:
+        return not self.is_split and self._recorder is not None and self._recorder.wants_proof(call)
+
+    def _proven(self, call: Call) -> None:
+        if self._recorder is not None and call.probe is not None:
+            self._recorder.proven(call)

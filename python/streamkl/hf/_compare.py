@@ -106,8 +106,10 @@ def _refuse_more_than_keys(where: str, options: dict[str, Any]) -> None:
     """Files and maps have neither sinks nor row bounds."""
     if "sink_t" in options:
         raise ValueError(f"{where}: the layers have attention sinks: pass sinks='keys only' to leave them out")
-    if "key_begin" in options:
-        raise ValueError(f"{where}: the layers have a sliding window, and the attention_mask hides tokens between visible ones")
+    if "causal" not in options:
+        raise ValueError(
+            f"{where}: the layers attend to keys that no causal mask, window or packed sequences describe"
+        )
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def compare(
     Args:
         batch: arguments of both models.
         buckets: ``(rows, columns)`` of attention maps; default: no maps.
-        options: ``layer_map``, ``head_map``, ``direction``, ``attention``, ``sinks`` of :class:`AttentionDistiller`.
+        options: ``layer_map``, ``head_map``, ``direction``, ``attention``, ``tower``, ``sinks``, ``verify`` of :class:`AttentionDistiller`.
     """
     was_training = student.training
     student.eval()
@@ -186,8 +188,7 @@ def compare_captured(distiller: AttentionDistiller, buckets: tuple[int, int] | N
     maps = {}
     if buckets is not None:
         maps = {key: _map(pair, cache, buckets, distiller.direction) for key, pair in pairs.items()}
-    distiller.teacher.clear()
-    distiller.student.clear()
+    distiller.drop()
     return Comparison(rows, maps)
 
 

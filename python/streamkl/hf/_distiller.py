@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ import torch
 from .._carried import Slot
 from .._options import Direction, Parallel, check_flags
 from . import _maps as maps
-from ._capture import Capture
+from ._capture import Capture, Verify
 from ._context import active_region, parallel_of
-from ._inputs import check_same_input, run_teacher
-from ._layers import Kind, Layer
+from ._inputs import check_packing, check_same_input, run_teacher
+from ._layers import Kind, Layer, towers_of
+from ._pair_proof import prove_pair
 from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
 from ._parameters import reach_everything
 
@@ -24,36 +26,40 @@ class AttentionDistiller:
 
     Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before,
     bit for bit, and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and
-    frees them. Several distillers may share a student or a teacher: with one per teacher, a student learns from
-    several.
+    frees them. If `loss()` or a forward fails, the step is dropped, and the next one begins with the student's next
+    forward. Several distillers may share a student or a teacher: with one per teacher, a student learns from several.
 
-    Supported are padding (2-D ``attention_mask``), packed sequences (``position_ids``), causal, bidirectional and
-    chunked attention, sliding windows, softcap, GQA, encoder-decoders, and gradient checkpointing with
+    Supported is every mask that shows each query one range of keys (padding, packed sequences, causal, bidirectional,
+    chunked and sliding attention), softcap, sinks, GQA, encoder-decoders, and gradient checkpointing with
     ``use_reentrant=False`` (transformers' default). Another kind of attention is refused by name. If teacher and
     student attend to different keys, the KL covers the keys that both attend to. If the attention of both models
     returns its LSEs, as torch's fused kernels do under ``attn_implementation="sdpa"``, loss and gradients take one
     pass.
 
     Args:
-        teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It is put into eval
-            mode and receives no gradients.
+        teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It runs in eval mode until
+            `detach()` and receives no gradients.
         student: the same for the student, which reads the same tokens.
         layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``,
-            ``{student: [teacher, ...]}``, or a sequence with one entry per student layer. Default: evenly spread,
-            ending at the last layer, preferably among layers of the same window.
+            ``{student: [teacher, ...]}``, or a sequence with one entry per student layer. A layer is its number among the
+            attention layers (a hybrid model has others), or the name of its module, such as ``"model.layers.3"``.
+            Default: evenly spread, ending at the last layer, preferably among layers with the same keys.
         head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head
             per student head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head
             i to head i, or the mean of ``heads_t / heads_s`` consecutive heads.
         direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
         attention: of an encoder-decoder, the self-attention (``"self"``) or cross-attention (``"cross"``) of the
             decoder, or the self-attention of the encoder (``"encoder"``). Layers are counted within that kind.
+        tower: of a model with several, such as ``"vision"`` and ``"language"``, the one that is compared. Default:
+            ``"language"``, or the only one. Layers are counted within it.
         relations: which products are compared, as in MiniLMv2: ``"qk"`` is the attention, ``"qq"``, ``"kk"`` and
             ``"vv"`` are softmax(q q), softmax(k k) and softmax(v v) with scale 1 / sqrt(dim). Their KLs are
             averaged.
         temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the
             gradients.
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
-        rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100).
+        rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100): that of
+            their own position, or the next one in a causal language model.
         sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows,
             the same in all layers, drawn with torch's random numbers. The loss is an unbiased estimate of that of
             all rows. It holds while the student trains: in eval mode, or without gradients, all rows count.
@@ -70,6 +76,9 @@ class AttentionDistiller:
             must have sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional
             distributions on the keys.
         check_input: raise an error if teacher and student have read different tokens.
+        verify: ``"first"``: prove the model of every layer on its first batch, and again for every new kind of mask, mode
+            and size of the batch: some rows, computed from what was captured, must equal what the layer returned.
+            Otherwise `loss()` raises an error with the likely reason. ``"always"``: on every batch. ``"never"``: trust it.
         parallel: context parallelism: a :class:`streamkl.Parallel` with the ``context_group`` over which the sequences
             of both models are split. Default: that of torch's ``context_parallel`` region in which the student runs,
             which accelerate's ``maybe_context_parallel`` opens, too. LSEs of the models are not used then. The
@@ -85,6 +94,7 @@ class AttentionDistiller:
         head_map: maps.HeadMap | None = None,
         direction: Direction = "forward",
         attention: Kind = "self",
+        tower: str | None = None,
         relations: Sequence[Relation] = ("qk",),
         temperature: float = 1.0,
         layer_weight: Mapping[int, float] | None = None,
@@ -94,11 +104,15 @@ class AttentionDistiller:
         fused_values: bool = True,
         sinks: Sinks = "both",
         check_input: bool = True,
+        verify: Verify = "first",
         parallel: Parallel | None = None,
     ) -> None:
         needs_values = "vv" in relations
-        self.teacher = Capture(teacher, "teacher", needs_values)
-        self.student = Capture(student, "student", needs_values, carries=fused)
+        _check_choice("verify", verify, ("first", "always", "never"))
+        self.teacher = Capture(teacher, "teacher", needs_values, verify=verify)
+        self.student = Capture(student, "student", needs_values, carries=fused, verify=verify)
+        self.student.drop = self.drop
+        self.teacher.must_be_eval = True
         if self.teacher.model is self.student.model:
             raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
@@ -112,7 +126,7 @@ class AttentionDistiller:
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         _check_choice("sinks", sinks, ("both", "keys only"))
         maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
-        self.direction, self.attention, self.relations = direction, attention, tuple(relations)
+        self.direction, self.attention, self.tower, self.relations = direction, attention, tower, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks = _checked_share(sample_rows), sinks
         self.fused, self.fused_values = fused, fused_values
@@ -125,6 +139,10 @@ class AttentionDistiller:
             raise ValueError("parallel: a distiller takes context_group alone, no tensor_group and no loss_group")
         self._asked_parallel = parallel or Parallel()
         self._depth = 0
+        self._modes: dict[torch.nn.Module, bool] = {}  # of the teacher, before attach()
+        self._verify, self._proven = verify, set()  # type: Verify, set[tuple]
+        self.outside: dict[tuple[int, int], float] = {}
+        """The share of the teacher's attention outside of the keys that both attend to, of the pairs where it is not 0."""
         self._last: dict[int, list[torch.Tensor | Slot]] = {}
 
     @property
@@ -151,18 +169,32 @@ class AttentionDistiller:
     def attach(self) -> AttentionDistiller:
         """Start to record queries and keys. May be nested: the last detach() counts."""
         if self._depth == 0:
+            self._modes = {module: module.training for module in self.teacher.model.modules()}
             self.teacher.attach()
             self.student.attach()
-            self.teacher.model.eval()
         self._depth += 1
         return self
 
     def detach(self) -> None:
-        """Restore the attention of both models and free everything that was captured."""
+        """Restore the attention of both models, and the mode of the teacher, and free everything that was captured."""
         if self._depth == 1:
             self.student.detach()
             self.teacher.detach()
+            for module, mode in self._modes.items():
+                module.training = mode
+            self._modes = {}
         self._depth = max(self._depth - 1, 0)
+
+    def drop(self) -> None:
+        """Drop the step: what was captured of both models since the last `loss()`."""
+        self.teacher.close()
+        self.student.close()
+
+    def reset(self) -> None:
+        """Drop the step, and prove the layers again on the next one."""
+        self.teacher.reset()
+        self.student.reset()
+        self._proven.clear()
 
     def __enter__(self) -> AttentionDistiller:
         return self.attach()
@@ -201,13 +233,22 @@ class AttentionDistiller:
         self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, sample_rows: float | None = None
     ) -> dict[int, torch.Tensor]:  # fmt: skip
         """The terms of `loss()`: the KL of every student layer, with its gradient. Frees what was captured."""
-        pairs, weight, parallel = self.pairs(), self._row_weight(labels, row_weight), self.parallel()
-        cache = RowCache(self._share(sample_rows))
+        try:
+            return self._losses(labels, row_weight, sample_rows)
+        finally:
+            self.drop()
+
+    def _losses(self, labels, row_weight, share) -> dict[int, torch.Tensor]:
+        pairs, parallel = self.pairs(), self.parallel()
+        weight = self._row_weight(labels, row_weight)
+        cache = RowCache(self._share(share))
         if parallel and cache.share < 1:
             raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
         self._last = {}
-        for (i, _), pair in pairs.items():
+        for (i, j), pair in pairs.items():
+            if not parallel:
+                self._prove_pair((i, j), pair, cache)
             may_carry = self.fused and not parallel and cache.share == 1
             handle = pair.carry(weight, self.direction, cache, self.fused_values) if may_carry else None
             if handle is None:
@@ -218,13 +259,43 @@ class AttentionDistiller:
             self._last.setdefault(i, []).append(loss.detach() if handle is None else handle.slot)
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         first = next(iter(losses))
-        losses[first] = reach_everything(losses[first], self.student.model, self.student.output)
-        self.teacher.clear()
-        self.student.clear()
+        losses[first] = reach_everything(losses[first], self.student.model, self.student.step.output)
         return losses
 
+    def _prove_pair(self, key: tuple[int, int], pair: Pair, cache: RowCache) -> None:
+        sizes = [length.bit_length() for length in (pair.s.q.shape[2], pair.s.k.shape[2])]
+        kind = (
+            *key,
+            *sizes,
+            pair.s.q.shape[0] > 1,
+            cache.share < 1,
+            pair.s.counted is None,
+            pair.has_same_keys(cache),
+        )
+        if self._verify == "never" or (self._verify == "first" and kind in self._proven):
+            return
+        share = prove_pair(pair, cache)
+        self._proven.add(kind)
+        if not pair.has_same_keys(cache):
+            self.outside[key] = share
+            if share > 0.05:
+                warnings.warn(
+                    f"AttentionDistiller: {pair.where}: {share:.0%} of the teacher's attention is on keys that the student does not attend "
+                    "to: the KL leaves it out", stacklevel=5,
+                )  # fmt: skip
+
     def pairs(self) -> dict[tuple[int, int], Pair]:
-        """{(student layer, teacher layer): their captured layers}, after the teacher has run and everything is checked."""
+        """{(student layer, teacher layer): their captured layers}, after the teacher has run and everything is checked.
+
+        Drops the step if a check fails.
+        """
+        try:
+            return self._pairs()
+        except BaseException:
+            self.drop()
+            raise
+
+    def _pairs(self) -> dict[tuple[int, int], Pair]:
         if not self.attached:
             raise RuntimeError(
                 "AttentionDistiller: call attach(), or use it as a context manager, before the models run"
@@ -235,16 +306,24 @@ class AttentionDistiller:
             run_teacher(self.teacher, self.student)
         elif self.check_input:
             check_same_input(self.teacher, self.student)
+        if self.teacher.step.training:
+            raise RuntimeError(
+                "AttentionDistiller: the compiled teacher ran in training mode: call teacher.eval() before"
+            )
         has_group = self._asked_parallel.context_group is not None
-        if not has_group and not self.teacher.root.region == self.student.root.region == active_region():
+        if not has_group and not self.teacher.step.region == self.student.step.region == active_region():
             raise RuntimeError(
                 "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass "
                 "parallel=streamkl.Parallel(context_group=...)"
             )
         self.teacher.is_split = self.student.is_split = self.parallel() is not None
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
-        chosen = self.layer_map if self.layer_map is not None else maps.default_layers(layers_t, layers_s)
-        maps.check_layers(chosen, len(layers_t), len(layers_s))
+        if not self.student.is_split:
+            check_packing(self.student, layers_s)
+        if self.layer_map is None:
+            chosen = maps.default_layers(layers_t, layers_s)
+        else:
+            chosen = maps.numbered_layers(self.layer_map, layers_t, layers_s)
         self._check_graph([layers_s[i] for i in chosen])
         return {
             (i, j): Pair(
@@ -260,15 +339,23 @@ class AttentionDistiller:
 
     def parallel(self) -> Parallel | None:
         """The groups of attention_kl, if the student ran on shards of its sequences."""
-        return parallel_of(self.student.root.region, self._asked_parallel)
+        return parallel_of(self.student.step.region, self._asked_parallel)
 
     def _layers(self, capture: Capture) -> list[Layer]:
-        layers = [layer for layer in capture.layers if layer.kind == self.attention]
+        towers = towers_of(capture.model)
+        tower = self.tower or ("language" if "language" in towers else towers[0])
+        layers = [layer for layer in capture.layers if (layer.kind, layer.tower) == (self.attention, tower)]
         if not layers:
-            found = ", ".join(sorted({layer.kind for layer in capture.layers})) or "none"
+            asked, *found = (
+                f"attention={kind!r}" + (f", tower={part!r}" if len(towers) > 1 else "")
+                for kind, part in (
+                    (self.attention, tower),
+                    *sorted({(layer.kind, layer.tower) for layer in capture.layers}),
+                )
+            )
             raise ValueError(
-                f"{capture.role}: the last forward of {type(capture.root.module).__name__} has no layers for "
-                f"attention={self.attention!r}; it has: {found}"
+                f"{capture.role}: the last forward of {type(capture.step.module).__name__} has no layers for {asked}; it has: "
+                f"{'; '.join(found) or 'none'}"
             )
         return layers
 
@@ -284,14 +371,18 @@ class AttentionDistiller:
         """With gradients enabled, a KL that trains nothing is an error."""
         if not torch.is_grad_enabled() or all(layer.has_graph and layer.q.requires_grad for layer in layers):
             return
-        if not self.student.root.has_graph:
+        if not self.student.step.has_graph:
             reason = "its last forward ran under torch.no_grad(), as a second forward for metrics does: call loss() before that"
         elif self.student.is_checkpointing and not all(layer.has_graph for layer in layers):
             reason = (
                 "reentrant checkpointing keeps no graph of its queries and keys: call "
                 "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
             )
-        elif any(tensor is not None and tensor.requires_grad for layer in layers for tensor in (layer.q, layer.k, layer.sink)):
+        elif any(
+            tensor is not None and tensor.requires_grad
+            for layer in layers
+            for tensor in (layer.q, layer.k, layer.sink)
+        ):
             return  # the lower layers are frozen
         else:
             reason = "no parameter that its queries and keys depend on requires a gradient"
@@ -304,13 +395,22 @@ class AttentionDistiller:
         if self.rows == "all":
             return row_weight
         if self.parallel():
-            raise ValueError("rows='labels': a shard of labels does not contain the next token of all its rows: pass row_weight")
-        labels = labels if labels is not None else self.student.root.arguments().get("labels")
+            raise ValueError(
+                "rows='labels': a shard of labels does not contain the next token of all its rows: pass row_weight"
+            )
+        labels = labels if labels is not None else self.student.step.arguments().get("labels")
         if labels is None:
             raise ValueError("rows='labels': the student ran without labels: pass loss(labels=...)")
+        model = self.student.model
+        if labels.dim() != 2:
+            raise ValueError(
+                f"rows='labels': labels {list(labels.shape)} of {type(model).__name__} must be [batch, length], one per token"
+            )
         counted = labels != -100
-        if self.attention == "self" and not self.student.model.config.is_encoder_decoder:
-            counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
+        of_own_token = getattr(model, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
+        if self.attention == "self" and not model.config.is_encoder_decoder and not of_own_token:
+            if all(layer.causal for layer in self._layers(self.student)):
+                counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
         return counted.float() if row_weight is None else counted * row_weight
 
 

@@ -8,15 +8,10 @@ from typing import Any
 import torch
 
 from ._capture import Capture
+from ._layers import Layer
 
-_COMPARED = (
-    "input_ids",
-    "decoder_input_ids",
-    "attention_mask",
-    "decoder_attention_mask",
-    "position_ids",
-    "token_type_ids",
-)
+_NOT_COMPARED = {"labels", "past_key_values", "inputs_embeds", "decoder_inputs_embeds"}
+_MASKS = ("attention_mask", "decoder_attention_mask")
 _NOT_FOR_TEACHER = {
     "past_key_values",
     "num_items_in_batch",
@@ -29,13 +24,13 @@ _ADVICE = "run the teacher on the student's batch after the last loss(), or not 
 
 def run_teacher(teacher: Capture, student: Capture) -> None:
     """Runs the teacher on the input of the student's last forward."""
-    given = student.root.arguments()
+    given = student.step.arguments()
     if "inputs_embeds" in given or "decoder_inputs_embeds" in given:
         raise ValueError(
             "AttentionDistiller: the student ran on inputs_embeds, which are its own embeddings and not the teacher's: run the "
             "teacher on the same tokens before loss(), and pass check_input=False"
         )
-    module = teacher.model if student.root.module is student.model else teacher.model.base_model
+    module = teacher.model if student.step.module is student.model else teacher.model.base_model
     accepted = inspect.signature(module.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     unwanted = _NOT_FOR_TEACHER | ({"labels"} if not _needs_labels(student, given) else set())
@@ -45,8 +40,13 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
     if "logits_to_keep" in accepted:
         kept["logits_to_keep"] = 1
     _check_vocabulary(teacher, student, kept)
+    teacher.model.eval()
     with torch.no_grad():
         module(**kept)
+    if not teacher.has_run:
+        raise RuntimeError(
+            f"AttentionDistiller: the forward of the teacher, {type(module).__name__}, was not captured"
+        )
 
 
 def _needs_labels(student: Capture, given: dict[str, Any]) -> bool:
@@ -55,46 +55,80 @@ def _needs_labels(student: Capture, given: dict[str, Any]) -> bool:
 
 
 def _check_vocabulary(teacher: Capture, student: Capture, given: dict[str, Any]) -> None:
-    size_t, size_s = (capture.model.get_input_embeddings().num_embeddings for capture in (teacher, student))
     ids = given.get("input_ids")
-    if size_s > size_t and ids is not None and (largest := int(ids.max())) >= size_t:
+    if ids is None:  # of a model that sees or hears
+        return
+    sizes = [capture.model.get_input_embeddings().num_embeddings for capture in (teacher, student)]
+    if sizes[1] > sizes[0] and (largest := int(ids.max())) >= sizes[0]:
         raise ValueError(
-            f"input_ids contains {largest}: the teacher has {size_t} tokens and the student {size_s}; both must read the same "
+            f"input_ids contains {largest}: the teacher has {sizes[0]} tokens and the student {sizes[1]}; both must read the same "
             "tokens"
         )
 
 
 def check_same_input(teacher: Capture, student: Capture) -> None:
     """The teacher that the caller ran has read what the student has read. Compares values only of different tensors."""
-    given_t, given_s = teacher.root.arguments(), student.root.arguments()
-    if "input_ids" not in given_t or "input_ids" not in given_s:
-        names = [
-            next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
-            for given in (given_t, given_s)
-        ]
+    given_t, given_s = teacher.step.arguments(), student.step.arguments()
+    inputs = [_main_input(capture, given) for capture, given in ((teacher, given_t), (student, given_s))]
+    if inputs[0] != inputs[1] or inputs[0] not in given_t:
         raise ValueError(
-            f"AttentionDistiller: the teacher ran on {names[0]} and the student on {names[1]}, which cannot be compared: pass "
+            f"AttentionDistiller: the teacher ran on {inputs[0]} and the student on {inputs[1]}, which cannot be compared: pass "
             "check_input=False if both read the same tokens"
         )
-    versions_t, versions_s = teacher.root.versions_by_name(), student.root.versions_by_name()
-    for name in _COMPARED:
+    versions_t, versions_s = teacher.step.versions_by_name(), student.step.versions_by_name()
+    for name in {**given_t, **given_s}:
         a, b = given_t.get(name), given_s.get(name)
+        if name in _NOT_COMPARED or not any(isinstance(each, torch.Tensor) for each in (a, b)):
+            continue
         if not _same(name, a, b) or (a is b and versions_t.get(name) != versions_s.get(name)):
             raise ValueError(
                 f"AttentionDistiller: the teacher ran on another {name} than the student {_shapes(a, b)}: {_ADVICE}"
             )
 
 
+def _main_input(capture: Capture, given: dict[str, Any]) -> str:
+    main: Any = capture.step.module.main_input_name
+    return (
+        main
+        if main in given
+        else next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
+    )
+
+
 def _same(name: str, a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if a is None or b is None:
-        given = a if b is None else b
-        # Left out, a mask hides nothing; positions and token types follow from the model.
-        return name not in ("attention_mask", "decoder_attention_mask") or bool(given.all())
-    return a.shape == b.shape and torch.equal(a.to(b.device), b)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and torch.equal(a.to(b.device), b)
+    given = a if isinstance(a, torch.Tensor) else b
+    if name in _MASKS:  # left out, a mask hides nothing
+        return bool(given.all())
+    if name == "position_ids":  # left out, tokens are counted; packed sequences count again
+        return torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given))
+    return True  # the others follow from the model
 
 
 def _shapes(a: Any, b: Any) -> str:
-    texts = ["none" if each is None else str(list(each.shape)) for each in (a, b)]
+    texts = [str(list(each.shape)) if isinstance(each, torch.Tensor) else "none" for each in (a, b)]
     return f"({texts[0]} and {texts[1]})"
+
+
+def check_packing(student: Capture, layers: list[Layer]) -> None:
+    """transformers separates packed sequences only without an attention_mask and without a cache; otherwise it says nothing."""
+    positions = student.step.arguments().get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
+        return
+    token = torch.arange(positions.shape[1], device=positions.device)
+    begin = torch.where(positions == 0, token, 0).cummax(1).values  # of the sequence of each token
+    for layer in layers:
+        if layer.keys is None or layer.refusal is not None or layer.kind == "cross" or layer.keys.len_q != len(token):
+            continue
+        keys_begin = layer.keys.begin.to(begin.device)
+        crosses = (keys_begin < begin) & (keys_begin < layer.keys.end.to(begin.device))
+        crosses = crosses if layer.counted is None else crosses & layer.counted.to(begin.device)
+        if bool(crosses.any()):
+            row = int(crosses.any(0).nonzero()[0])
+            raise ValueError(
+                f"student: position_ids begin again before row {row}, but {layer.name} attends to the keys before: packed sequences need "
+                "use_cache=False and no attention_mask"
+            )

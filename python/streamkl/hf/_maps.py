@@ -11,17 +11,21 @@ from .._options import is_whole
 from ._layers import Layer
 
 IntMap = Union[Mapping[int, int], Sequence[int]]
-LayerMap = Union[Mapping[int, Union[int, Sequence[int]]], Sequence[Union[int, Sequence[int]]]]
+LayerName = Union[int, str]  # the number of an attention layer, or the name of its module
+LayerMap = Union[
+    Mapping[LayerName, Union[LayerName, Sequence[LayerName]]], Sequence[Union[LayerName, Sequence[LayerName]]]
+]
 HeadMap = Union[IntMap, Mapping[int, IntMap]]
 
 
-def layer_map_of(given: LayerMap | None) -> dict[int, list[int]] | None:
+def layer_map_of(given: LayerMap | None) -> dict[LayerName, list[LayerName]] | None:
     """{student layer: teacher layers}, checked."""
     if given is None:
         return None
     pairs = _as_dict("layer_map", given)
     layers = {i: list(j) if isinstance(j, (list, tuple)) else [j] for i, j in pairs.items()}
-    _check("layer_map", given, [*layers, *(j for many in layers.values() for j in many)])
+    named = [*layers, *(j for many in layers.values() for j in many)]
+    _check("layer_map", given, [each for each in named if not isinstance(each, str)])
     if not all(layers.values()):
         raise ValueError(f"layer_map={given!r}: a student layer must have at least one teacher layer")
     return layers
@@ -44,7 +48,7 @@ def _head_pairs(given, heads) -> dict[int, int]:
     return pairs
 
 
-def _as_dict(name: str, given) -> dict[int, Any]:
+def _as_dict(name: str, given) -> dict[Any, Any]:
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
         raise ValueError(f"{name}={given!r}: must be a mapping {{student: teacher}} or a sequence of teachers")
     pairs = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
@@ -64,7 +68,9 @@ def check_against_configs(layers, heads, teacher, student) -> None:
     """Refuses indices that the models do not have, before anything runs, where their configs tell."""
     has_one_stack = not any(model.config.is_encoder_decoder for model in (teacher, student))
     if layers is not None and has_one_stack and (counts := _counts("num_hidden_layers", teacher, student)):
-        check_layers(layers, *counts)
+        for i, many in layers.items():
+            for j in many:
+                _check_pair(i, j, *(range(count) for count in counts))
     if counts := _counts("num_attention_heads", teacher, student):
         for heads_of_layer in (heads or {}).values():
             check_heads(heads_of_layer, *counts, "every layer")
@@ -76,13 +82,36 @@ def _counts(name: str, teacher, student) -> tuple[int, int] | None:
     return (int(a), int(b)) if is_whole(a) and is_whole(b) else None  # type: ignore[arg-type]
 
 
-def check_layers(layers: dict[int, list[int]], count_t: int, count_s: int) -> None:
-    for i, many in layers.items():
+def _check_pair(i: LayerName, j: LayerName, layers_t: Sequence, layers_s: Sequence) -> None:
+    if (isinstance(i, int) and i >= len(layers_s)) or (isinstance(j, int) and j >= len(layers_t)):
+        raise ValueError(
+            f"layer_map[{i}]={j}: the student has layers 0..{len(layers_s) - 1}, the teacher 0..{len(layers_t) - 1}"
+        )
+
+
+def numbered_layers(
+    named: dict[LayerName, list[LayerName]], teacher: list[Layer], student: list[Layer]
+) -> dict[int, list[int]]:
+    """The map with numbers in place of names."""
+    for i, many in named.items():
         for j in many:
-            if not (i < count_s and j < count_t):
-                raise ValueError(
-                    f"layer_map[{i}]={j}: the student has layers 0..{count_s - 1}, the teacher 0..{count_t - 1}"
-                )
+            _check_pair(i, j, teacher, student)
+    return {
+        _number(i, student, "student"): [_number(j, teacher, "teacher") for j in many] for i, many in named.items()
+    }
+
+
+def _number(given: LayerName, layers: list[Layer], role: str) -> int:
+    """The attention layer of a number, or the one in the module of a name."""
+    if not isinstance(given, str):
+        return given
+    found = [i for i, layer in enumerate(layers) if f"{layer.name}.".startswith(f"{given}.")]
+    if len(found) != 1:
+        names = ", ".join(layer.name for layer in layers)
+        raise ValueError(
+            f"layer_map: {given!r} contains {len(found)} attention layers of the {role}, must be 1; they are: {names}"
+        )
+    return found[0]
 
 
 def check_heads(heads: dict[int, int], count_t: int, count_s: int, where: str) -> None:
@@ -92,13 +121,20 @@ def check_heads(heads: dict[int, int], count_t: int, count_s: int, where: str) -
 
 
 def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list[int]]:
-    """Evenly spread, ending at the last layer; the nearest layer of the same window if there is one."""
+    """Evenly spread, ending at the last layer; the nearest layer with the same keys, or else one that also has a window or not."""
+    widest = max((layer.keys.count for layer in (*teacher, *student) if layer.keys is not None), default=0)
+
+    def is_local(layer: Layer) -> bool:
+        return layer.keys is not None and layer.keys.count < widest
+
+    def has_same_keys(a: Layer, b: Layer) -> bool:
+        return a.keys is not None and b.keys is not None and a.keys.equals(b.keys)
 
     def of(i: int) -> int:
         even = (i + 1) * len(teacher) / len(student) - 1
-        window = student[i].visible.window_size()
-        alike = [j for j, layer in enumerate(teacher) if layer.visible.window_size() == window]
-        return min(alike or range(len(teacher)), key=lambda j: abs(j - even))
+        same = [j for j, layer in enumerate(teacher) if has_same_keys(layer, student[i])]
+        alike = [j for j, layer in enumerate(teacher) if is_local(layer) == is_local(student[i])]
+        return min(same or alike or range(len(teacher)), key=lambda j: abs(j - even))
 
     return {i: [of(i)] for i in range(len(student))}
 

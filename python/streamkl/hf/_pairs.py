@@ -12,9 +12,10 @@ from .._options import Direction, Parallel
 from .._attention_kl import attention_kl
 from .._carried import CarriedKL, term_of
 from . import _maps as maps
-from ._layers import Layer, probabilities, visible_keys
-from ._masks import Visible
-from ._rows import Rows, pack_rows, sample_rows
+from ._keys import Keys
+from ._layers import Layer
+from ._proof import attend
+from ._rows import Rows, pack_rows
 
 Relation = Literal["qk", "qq", "kk", "vv"]
 RELATIONS = ("qk", "qq", "kk", "vv")
@@ -29,38 +30,29 @@ class RowCache:
     """
 
     share: float = 1.0
-    _padding: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
-    _rows: dict[tuple, Rows] = field(default_factory=dict)
+    _common: dict[tuple[int, int], tuple[Keys, bool]] = field(default_factory=dict)
+    _rows: dict[tuple, tuple[Any, Rows]] = field(default_factory=dict)
     _uniform: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def padding(self, *given: torch.Tensor | None) -> torch.Tensor | None:
-        """The tokens that all masks count; None if these are all."""
-        needed = [mask for mask in map(self._without_trivial, given) if mask is not None]
-        if len(needed) == 2 and needed[0] is not needed[1]:
-            return needed[0] & needed[1]
-        return needed[0] if needed else None
+    def common(self, t: Keys, s: Keys) -> tuple[Keys, bool]:
+        """The keys that both attend to, and whether these are all keys of both."""
+        key = (id(t), id(s))
+        if key not in self._common:
+            self._common[key] = (s, True) if s.equals(t) else (s.both(t), False)
+        return self._common[key]
 
-    def _without_trivial(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        if mask is None:
-            return None
-        if id(mask) not in self._padding:
-            boolean = mask.bool()
-            self._padding[id(mask)] = (
-                mask,
-                None if bool(boolean.all()) else boolean,
-            )  # keeps the mask, and so its id
-        return self._padding[id(mask)][1]
-
-    def rows(self, t: Layer, s: Layer, visible: Visible, where: str) -> Rows:
-        shape = (s.q.shape[0], s.q.shape[2], s.k.shape[2])
-        masks = (t.padding, s.padding, t.row_padding, s.row_padding, *visible.segments)
-        key = (*map(id, masks), *shape, visible.left, visible.right, s.kind)
+    def rows(self, t: Layer, s: Layer, where: str) -> Rows:
+        keys, _ = self.common(t.visible, s.visible)
+        used = (keys, t.counted, s.counted)
+        key = (*map(id, used), s.q.shape[0])
         if key not in self._rows:
-            padding, row_padding = self.padding(*masks[:2]), self.padding(*masks[2:4])
-            is_cross, is_sample = s.kind == "cross", self.share < 1
-            rows = pack_rows(visible, padding, row_padding, *shape, is_cross, where, s.q.device, pack_always=is_sample)
-            self._rows[key] = sample_rows(rows, self.share, self._draw, padding, *shape) if is_sample else rows
-        return self._rows[key]
+            counted = [each.to(keys.begin.device) for each in used[1:] if each is not None]
+            both = None if not counted else counted[0] & counted[-1]
+            self._rows[key] = (
+                used,
+                pack_rows(keys, both, s.q.shape[0], where, self.share, self._draw),
+            )  # keeps their ids
+        return self._rows[key][1]
 
     def _draw(self, count: int) -> torch.Tensor:
         """Random numbers of torch's generator on the CPU: neither the device nor the number of layers changes them."""
@@ -103,10 +95,10 @@ class Pair:
         has_sinks = self.sinks == "both" and (self.t.sink is not None or self.s.sink is not None)
         if handle is None or handle.slot.term is not None or self.heads is not None or has_sinks:
             return None
-        if not self._lses_cover_the_same(cache):
+        if not self.has_same_keys(cache):
             return None  # the student's attention has other keys than the KL
         (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
-        if cache.padding(self.t.padding, self.s.padding) is not None or rows.bounds is not None:
+        if rows.leaves_out or rows.has_bounds:
             return None  # rows of padding may have gradients too
         weight = None if row_weight is None else self._fitting(row_weight)
         mean, _ = rows.mean(weight, heads=q_s.shape[-3])
@@ -119,7 +111,9 @@ class Pair:
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
         """The LSEs of a model may be those of its own keys alone."""
         if rows.queries is not None:
-            raise ValueError(f"{self.where}: padding and packed sequences are not supported under context parallelism")
+            raise ValueError(
+                f"{self.where}: padding and packed sequences are not supported under context parallelism"
+            )
         return {**options, "lse_t": None, "lse_s": None}
 
     def row_losses(self, direction: Direction, cache: RowCache) -> torch.Tensor:
@@ -135,11 +129,10 @@ class Pair:
         """
         self._check()
         (q_t, k_t, q_s, k_s), _ = self._tensors("qk", cache, 1.0)
-        visible, padding = self.t.visible.both(self.s.visible), cache.padding(self.t.padding, self.s.padding)
-        seen = visible_keys(visible, padding, torch.tensor(rows, device=q_s.device), q_s.shape[2], k_s.shape[2])
+        seen = cache.common(self.t.visible, self.s.visible)[0].of_rows(torch.tensor(rows, device=q_s.device))
         sinks = self._sinks() if self.sinks == "both" else {}
-        p = probabilities(q_t[:, :, rows], k_t, self.t.scale, self.t.softcap, sinks.get("sink_t"), seen)
-        s = probabilities(q_s[:, :, rows], k_s, self.s.scale, self.s.softcap, sinks.get("sink_s"), seen)
+        p = attend(q_t[:, :, rows], k_t, self.t.scale, self.t.softcap, sinks.get("sink_t"), seen).p
+        s = attend(q_s[:, :, rows], k_s, self.s.scale, self.s.softcap, sinks.get("sink_s"), seen).p
         return p.unflatten(1, (s.shape[1], -1)).mean(2), s
 
     def arguments(
@@ -147,10 +140,9 @@ class Pair:
     ) -> tuple[list[torch.Tensor], dict[str, Any], Rows]:
         """Tensors and options of attention_kl, and how the rows of the batch are packed in them."""
         self._check()
-        visible = self.t.visible.both(self.s.visible)
-        rows = cache.rows(self.t, self.s, visible, self.where)
+        rows = cache.rows(self.t, self.s, self.where)
         (q_t, k_t, q_s, k_s), lses = self._tensors(relation, cache, temperature)
-        options = {**self._logits(relation, temperature), **rows.masks(), "layout": "bhnd"}
+        options = {**self._logits(relation, temperature), **rows.arguments(), "layout": "bhnd"}
         options.update({name: None if lse is None else rows.pack_queries(lse) for name, lse in lses.items()})
         packed = [rows.pack_queries(q_t), rows.pack_keys(k_t), rows.pack_queries(q_s), rows.pack_keys(k_s)]
         return packed, options, rows
@@ -175,7 +167,7 @@ class Pair:
         """(q_t, k_t, q_s, k_s) and the LSEs of a relation. The teacher receives no gradient."""
         (q_t, k_t), (q_s, k_s) = (map(layer.operand, relation) for layer in (self.t, self.s))
         q_t, k_t = (tensor.detach().to(q_s.device) for tensor in (q_t, k_t))
-        use_lses = relation == "qk" and temperature == 1.0 and self._lses_cover_the_same(cache)
+        use_lses = relation == "qk" and temperature == 1.0 and self.has_same_keys(cache)
         lse_t, lse_s = (self.t.lse, self.s.lse) if use_lses else (None, None)
         lse_t = None if lse_t is None else lse_t.to(q_s.device)
         if self.heads is not None:
@@ -188,10 +180,9 @@ class Pair:
             )
         return (q_t, k_t, q_s, k_s), dict(lse_t=lse_t, lse_s=lse_s)
 
-    def _lses_cover_the_same(self, cache: RowCache) -> bool:
-        t, s = self.t, self.s
-        same_padding = (cache.padding(t.padding) is None) == (cache.padding(s.padding) is None)
-        return t.visible == s.visible and bool(t.visible.segments) == bool(s.visible.segments) and same_padding
+    def has_same_keys(self, cache: RowCache) -> bool:
+        """Both attend to the same keys, so that their LSEs are those of the KL."""
+        return cache.common(self.t.visible, self.s.visible)[1]
 
     def _logits(self, relation: Relation, temperature: float) -> dict[str, Any]:
         """Scales, softcaps and sinks. Only the attention itself has sinks."""

@@ -1,0 +1,298 @@
+"""The first batch proves the model of every layer: an attention that does anything else is refused, with the reason."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from hf_models import batch, gemma2, gpt_oss, llama, llama4, loss_of
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+from streamkl.hf import AttentionDistiller, capture
+from streamkl.hf._keys import Refused, keys_in_window, keys_of_function, keys_of_sequences, keys_of_tensor
+
+# ---- Attention that differs from its arguments -----------------------------------------------------------------------
+
+
+def _bias(module, query, key, value, mask, **kwargs):
+    distance = torch.arange(key.shape[2]) - torch.arange(query.shape[2])[:, None]
+    return sdpa_attention_forward(module, query, key, value, mask + 0.1 * distance.clamp(max=0), **kwargs)
+
+
+def _unmodelled_mask(module, query, key, value, mask, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, 0 * mask, **kwargs)
+
+
+def _wider_window(module, query, key, value, mask, **kwargs):
+    wider = mask.clone()
+    wider[..., :-1] = torch.where(mask[..., 1:] == 0, 0.0, mask[..., :-1])
+    return sdpa_attention_forward(module, query, key, value, wider, **kwargs)
+
+
+def _narrower_window(module, query, key, value, mask, **kwargs):
+    narrower = torch.where(mask.roll(1, 3) == 0, mask, torch.finfo().min)
+    return sdpa_attention_forward(module, query, key, value, narrower, **kwargs)
+
+
+def _chunks_of_three(module, query, key, value, mask, **kwargs):
+    chunk = torch.arange(key.shape[2]) // 3
+    mask = mask.masked_fill(chunk[:, None] != chunk, torch.finfo().min)
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _no_sink(module, query, key, value, mask, s_aux=None, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _another_scale(module, query, key, value, mask, scaling=None, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, mask, scaling=1.0, **kwargs)
+
+
+def _dropout(module, query, key, value, mask, dropout=0.0, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, mask, dropout=0.3, **kwargs)
+
+
+def _other_keys(module, query, key, value, mask, **kwargs):
+    return sdpa_attention_forward(module, query, 1.1 * key, value, mask, **kwargs)
+
+
+def _other_value_heads(module, query, key, value, mask, **kwargs):
+    return sdpa_attention_forward(module, query, key, value.roll(1, 1), mask, **kwargs)
+
+
+ODD = {
+    "a position bias": (llama, _bias, "adds a bias to the logits, or reads other"),
+    "an unmodelled mask": (llama, _unmodelled_mask, "it attends to all keys"),
+    "a wider window": (lambda: gemma2(window=5), _wider_window, "its window is one key wider"),
+    "a narrower window": (lambda: gemma2(window=5), _narrower_window, "its window is one key narrower"),
+    "wrong chunks": (llama4, _chunks_of_three, "reads other"),
+    "a sink that is left out": (gpt_oss, _no_sink, "it leaves out its attention sink"),
+    "another scale": (llama, _another_scale, "its scale is 1, not 0.35"),
+    "dropout in eval mode": (llama, _dropout, "adds a bias to the logits, or reads other"),
+    "other keys": (llama, _other_keys, "reads other queries, keys or values"),
+    "other value heads": (llama, _other_value_heads, "reads other queries, keys or values"),
+}
+
+
+@pytest.mark.parametrize("role", ["teacher", "student"])
+@pytest.mark.parametrize("name", ODD)
+def test_attention_that_differs_from_its_arguments_is_refused(name, role):
+    make, attention, reason = ODD[name]
+    transformers.AttentionInterface.register("odd", attention)
+    transformers.AttentionMaskInterface.register("odd", eager_mask)
+    models = dict(teacher=make(), student=make())
+    if make is not gpt_oss:
+        models[role].config.attn_logit_softcapping = None  # which sdpa does not have
+        for layer in models[role].model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+    models[role].set_attn_implementation("odd")
+    refusal = rf"{role}: layer \d \(model.layers.\d.self_attn\) does not compute softmax\(q k\) v.*head \d, row \d+.*{reason}"
+    with pytest.raises(ValueError, match=refusal):
+        loss_of(models["teacher"].eval(), models["student"].eval(), batch("right"))
+    assert loss_of(models["teacher"], models["student"], batch("right"), verify="never") > 0
+
+
+def test_dropout_in_eval_mode_is_named():
+    """The module passes its dropout on, whatever its mode is."""
+    teacher, student = llama(), llama().eval()
+
+    def always(module, query, key, value, mask, dropout=0.0, **kwargs):
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, **kwargs)
+
+    transformers.AttentionInterface.register("odd", always)
+    student.set_attn_implementation("odd")
+    layer = student.model.layers[0].self_attn
+    own = layer.forward
+
+    def forward(*args, **kwargs):
+        name = student.config._attn_implementation
+        function = transformers.AttentionInterface()[name]
+        transformers.AttentionInterface.register(name, lambda *a, **k: function(*a, **{**k, "dropout": 0.3}))
+        try:
+            return own(*args, **kwargs)
+        finally:
+            transformers.AttentionInterface.register(name, function)
+
+    layer.forward = forward
+    with pytest.raises(ValueError, match=r"student: layer 0 .* it has a dropout of 0.3 in eval mode"):
+        loss_of(teacher, student, batch())
+
+
+def test_wrong_lses_are_refused(monkeypatch):
+    from streamkl.hf import _attention
+
+    own = _attention._sdpa_with_lse
+
+    def off_by_a_key(*args, **kwargs):
+        answer, lse = own(*args, **kwargs)
+        return answer, None if lse is None else lse + 0.01
+
+    monkeypatch.setattr(_attention, "_sdpa_with_lse", off_by_a_key)
+    with pytest.raises(ValueError, match=r"returns LSEs of other logits or keys: .* at head \d, row"):
+        loss_of(llama(), llama(), batch())
+
+
+def test_dropout_in_training_is_no_error():
+    teacher, student, inputs = llama(implementation="eager"), llama(implementation="eager").train(), batch("left")
+    for layer in student.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert loss_of(teacher, student, inputs) > 0
+    student.set_attn_implementation("sdpa")
+    assert loss_of(teacher, student, inputs) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("make", [llama, gemma2, gpt_oss])
+def test_rounding_is_no_error(make, dtype):
+    for padding in "none", "left":
+        assert loss_of(make().to(dtype), make().to(dtype), batch(padding, length=200)) > 0
+
+
+# ---- When it is proven -----------------------------------------------------------------------------------------------
+
+
+def _prove_count(monkeypatch):
+    from streamkl.hf import _layers
+
+    proven, own = [], _layers.prove
+    monkeypatch.setattr(_layers, "prove", lambda *args: proven.append(args) or own(*args))
+    return proven
+
+
+@pytest.mark.parametrize(
+    "verify, counts", [("first", [4, 4, 8, 12]), ("always", [4, 8, 12, 16]), ("never", [0, 0, 0, 0])]
+)
+def test_every_new_kind_of_batch_is_proven(monkeypatch, verify, counts):
+    proven, student = _prove_count(monkeypatch), llama()
+    with AttentionDistiller(llama(), student, verify=verify) as distiller:
+        for expected, inputs in zip(
+            counts, (batch(), batch(seed=1), batch("left", length=40), batch("left", length=40))
+        ):
+            if expected == 12 and verify == "first":
+                distiller.reset()
+            student(**inputs)
+            distiller.loss()
+            assert len(proven) == expected
+
+
+def test_a_refused_layer_stays_refused():
+    """Also for the second distiller of a student, and in the second step."""
+    transformers.AttentionInterface.register("odd", _another_scale)
+    transformers.AttentionMaskInterface.register("odd", eager_mask)
+    student = llama(implementation="odd")
+    with AttentionDistiller(llama(), student) as one, AttentionDistiller(llama(), student) as two:
+        for _ in range(2):
+            student(**batch())
+            for distiller in one, two:
+                with pytest.raises(ValueError, match="its scale is 1"):
+                    distiller.loss()
+
+
+def test_a_compiled_model_is_proven():
+    transformers.AttentionInterface.register("odd", _another_scale)
+    transformers.AttentionMaskInterface.register("odd", eager_mask)
+    student = llama(implementation="odd")
+    compiled = torch.compile(student, backend="eager")
+    with AttentionDistiller(llama(), compiled) as distiller:
+        compiled(**batch(), use_cache=False)
+        with pytest.raises(ValueError, match="its scale is 1"):
+            distiller.loss()
+
+
+# ---- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def _same(keys, shown):
+    """Keys of all rows against a boolean mask."""
+    assert torch.equal(keys.of_rows(torch.arange(keys.len_q))[:, 0].expand_as(shown), shown)
+
+
+def test_closed_forms_are_those_of_the_evaluation():
+    from transformers import masking_utils as masks
+
+    def evaluated(function, length):
+        return keys_of_function(function, 2, length, length, "cpu")
+
+    number = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+    for closed, function in (
+        (keys_in_window(float("inf"), 0, 9, 9, "cpu"), masks.causal_mask_function),
+        (keys_in_window(3, 0, 9, 9, "cpu"), masks.sliding_window_causal_mask_function(4)),
+        (keys_in_window(float("inf"), float("inf"), 9, 9, "cpu"), masks.bidirectional_mask_function),
+        (keys_of_sequences(number), masks.packed_sequence_mask_function(number)),
+    ):
+        assert evaluated(function, 9).equals(closed) or evaluated(function, 9).begin.eq(closed.begin).all()
+        assert evaluated(function, 9).end.eq(closed.end).all()
+
+
+def test_random_masks():
+    """Any mask of one range per row is read exactly; any other one is refused, with its first such row."""
+    generator = torch.Generator().manual_seed(1)
+    refused = 0
+    for _ in range(200):
+        length = int(torch.randint(1, 9, (), generator=generator))
+        shown = torch.rand(2, length, length, generator=generator) < 0.8
+        if torch.rand((), generator=generator) < 0.7:
+            ends = torch.randint(0, length + 1, (2, 2, length), generator=generator).sort(0).values
+            key = torch.arange(length)
+            shown = (key >= ends[0][..., None]) & (key < ends[1][..., None]) & shown[:, :1]
+        hidden = torch.finfo(torch.float32).min
+        try:
+            keys = keys_of_tensor(torch.where(shown, 0.0, hidden)[:, None], length, length)
+        except Refused as error:
+            refused += 1
+            assert "attends to more than one range of keys: row" in str(error)
+            columns = shown.any(1)
+            assert any(
+                len(set((columns[b].nonzero()[:, 0][None] == shown[b, i].nonzero()).nonzero()[:, 1].diff().tolist()) - {1})
+                for b in range(2) for i in range(length)
+            )  # fmt: skip
+            continue
+        _same(keys, shown)
+        _same(keys_of_function(lambda b, h, q, k: shown[b, q, k], 2, length, length, "cpu"), shown)
+    assert 20 < refused < 150
+
+
+def test_four_dimensional_masks():
+    """A causal mask as a tensor, blocks of it, and a mask with two ranges."""
+    teacher, student, inputs = llama().eval(), llama().eval(), batch()
+    causal = torch.ones(3, 1, 17, 17).tril().bool()
+    expected = loss_of(teacher, student, inputs)
+    torch.testing.assert_close(loss_of(teacher, student, dict(inputs, attention_mask=causal)), expected)
+    blocks = causal & (torch.arange(17)[:, None] // 6 == torch.arange(17) // 6)
+    packed = dict(input_ids=inputs["input_ids"], position_ids=(torch.arange(17) % 6).expand(3, -1), use_cache=False)
+    torch.testing.assert_close(
+        loss_of(teacher, student, dict(packed, attention_mask=blocks)), loss_of(teacher, student, packed)
+    )
+    two = causal.clone()
+    two[1, 0, 9:, 3] = False
+    with pytest.raises(
+        ValueError, match=r"attends to more than one range of keys: row 9 of sequence 1 sees 9 of the keys 0..9"
+    ):
+        loss_of(teacher, student, dict(inputs, attention_mask=two))
+
+
+def test_biases_in_a_mask_are_refused():
+    with pytest.raises(Refused, match="adds a bias to its logits"):
+        keys_of_tensor(torch.randn(1, 1, 5, 5), 5, 5)
+    shown = torch.ones(1, 2, 5, 5, dtype=torch.bool).tril()
+    shown[0, 1, 4, 0] = False
+    with pytest.raises(Refused, match="another attention mask for each head"):
+        keys_of_tensor(shown, 5, 5)
+
+
+def test_flex_attention():
+    """A BlockMask is evaluated through its function."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    block = create_block_mask(lambda b, h, q, k: (k <= q) & (k > q - 3), 2, None, 9, 9, device="cpu")
+    _same(keys_of_function(block.mask_mod, 2, 9, 9, "cpu"), torch.ones(2, 9, 9).tril().triu(-2).bool())
+
+
+def test_captured_layers_say_why(monkeypatch):
+    student = llama()
+    with capture(student) as layers, torch.no_grad():
+        mask = torch.ones(3, 1, 17, 17).bool()
+        mask[..., ::2] &= torch.arange(17)[:, None] % 2 == 0
+        student(**dict(batch(), attention_mask=mask))
+    assert "more than one range" in layers[0].refusal and copy.copy(layers[0]).keys is None
