@@ -25,7 +25,9 @@ NAME = "checkpoint.safetensors"
 _ENTRY = {"step", "loss", "rate", "memory", "tokens_per_second", "seconds"}  # of a line of the history, at least
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each weight
 _FULL = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
-_SOME = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)  # a weight may have no gradient
+_SOME = distributed.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, strict=False
+)  # a weight may have no gradient
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:

@@ -59,7 +59,10 @@ def _refuse_code(role: str, folder: str | Path, name: str, field: str, base: typ
     """
     try:
         about = json.loads((Path(folder) / name).read_text())
-        is_known = _class_of(about.get(field), base) and about.get("model_type") in (None, *transformers.CONFIG_MAPPING)
+        is_known = _class_of(about.get(field), base) and about.get("model_type") in (
+            None,
+            *transformers.CONFIG_MAPPING,
+        )
         needs_code = about.get("auto_map") and not is_known
     except (OSError, ValueError, AttributeError):  # a missing or broken file, which transformers reports
         return
@@ -88,7 +91,9 @@ def load_tokenizer(options: Options) -> Any:
     folder = Path(options.tokenizer or options.teacher)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
         return None
-    _refuse_code("tokenizer", folder, "tokenizer_config.json", "tokenizer_class", transformers.PreTrainedTokenizerBase)
+    _refuse_code(
+        "tokenizer", folder, "tokenizer_config.json", "tokenizer_class", transformers.PreTrainedTokenizerBase
+    )
     try:
         return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
