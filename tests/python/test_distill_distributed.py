@@ -28,6 +28,7 @@ def test_two_processes(tmp_path, more):
     make_teacher(tmp_path)
     assert run(tmp_path, "one", **OPTIONS) == 0
     run_two(tmp_path, "two", "--batch", "1", *more)
+    run_two(tmp_path, "two", "--batch", "1", "--resume", *more)  # reads the checkpoint of the last step
     assert_same(tmp_path)
 
 

@@ -174,8 +174,8 @@ def load(path: Path, objective: torch.nn.Module, model: torch.nn.Module, optimiz
             raise _broken(path, f"optimizer.{key}.{parameter}: is missing")
         taken = found["step"].item()
         _require(path, 1 <= taken <= step, f"optimizer.step.{parameter}", taken, f"1..{step}")
-    state = distributed.get_optimizer_state_dict(model, optimizer, options=_FULL)
-    state["state"] = moments
+    (group,) = optimizer.param_groups
+    state: Any = dict(state=moments, param_groups=[{**group, "params": list(trained)}])
     distributed.set_model_state_dict(model, weights, options=_FULL)
     distributed.set_optimizer_state_dict(model, optimizer, state, options=_SOME)
 
