@@ -169,7 +169,7 @@ class Recorder:
         self.depth, self.calls, self.masks, self.root = 0, [], [], None
 
     def _begin(self, module, args, kwargs) -> None:
-        if not self.captures:
+        if not self.captures or _is_redirected(args):
             return
         if self.depth == 0:
             self.calls, self.masks = [], []
@@ -179,7 +179,7 @@ class Recorder:
         self.depth += 1
 
     def _end(self, module, args, output) -> None:
-        if not self.captures:
+        if not self.captures or _is_redirected(args):
             return
         self.depth -= 1
         if self.depth == 0:
@@ -197,6 +197,11 @@ class Recorder:
             return False
         self._verified.add(kind)
         return True
+
+
+def _is_redirected(args: tuple) -> bool:
+    """TRL calls a function through the forward of a model, so that wrappers notice it. The model is an argument."""
+    return bool(args) and isinstance(args[0], PreTrainedModel)
 
 
 def _configs(model: PreTrainedModel) -> list:
