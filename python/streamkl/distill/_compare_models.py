@@ -13,7 +13,7 @@ from ._data import load_all
 from ._evaluate import evaluate
 from ._options import Options
 from ._report import document, page
-from ._student import load_student, load_teacher, load_tokenizer
+from ._student import check_tokenizers, load_student, load_teacher, load_tokenizer
 
 
 def compare_models(options: Options) -> tuple[Path, dict[str, Any]]:
@@ -23,7 +23,9 @@ def compare_models(options: Options) -> tuple[Path, dict[str, Any]]:
     shows = accelerator.is_main_process
     teacher = load_teacher(options, shows).to(accelerator.device)
     student = load_student(options, teacher, shows).to(accelerator.device).eval()
-    held_out = load_all(options.data, options, load_tokenizer(options), teacher)
+    tokenizer = load_tokenizer(options)
+    check_tokenizers(options, tokenizer)
+    held_out = load_all(options.data, options, tokenizer, teacher)
     found = evaluate(teacher, student, held_out, options, context=accelerator.autocast)
     out = Path(options.out)
     if accelerator.is_main_process:

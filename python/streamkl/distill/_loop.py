@@ -28,7 +28,7 @@ from ._logs import Log
 from ._objective import Objective, next_tokens
 from ._options import Options, UserError
 from ._output import write_results
-from ._student import load_student, load_teacher, load_tokenizer
+from ._student import check_tokenizers, load_student, load_teacher, load_tokenizer
 
 
 class Stopped(Exception):
@@ -109,6 +109,7 @@ class Run:
         self.student = load_student(options, self.teacher, self._is_main).to(device)
         self._say("read the data")
         self.tokenizer = load_tokenizer(options)
+        check_tokenizers(options, self.tokenizer)
         self.training, self.held_out = load(options, self.tokenizer, self.teacher)
 
     def _say(self, what: str) -> None:

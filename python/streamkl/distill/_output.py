@@ -49,7 +49,7 @@ def write_model(folder: Path, run: Run, weights: dict[str, Any]) -> None:
 def model_card(run: Run) -> str:
     """Teacher, data, and the KL before and after."""
     options, before, after = run.options, run.before, run.after
-    config_t, config_s = run.teacher.config, run.student.config
+    config_t, config_s = (model.config.get_text_config() for model in (run.teacher, run.student))
     lines = [
         "---",
         "library_name: transformers",

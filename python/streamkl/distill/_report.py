@@ -53,7 +53,7 @@ def _section(title: str, lead: str, *blocks: dict[str, Any] | None) -> dict[str,
 
 
 def _lead(student, teacher, evaluations, history) -> str:
-    a, b = student.config, teacher.config
+    a, b = (model.config.get_text_config() for model in (student, teacher))
     told = f"after {int(history[-1]['step'])} steps" if history else "as it is"
     models = (
         f"A student with {a.num_hidden_layers} layers of {a.num_attention_heads} heads, {{}} its teacher with "
