@@ -40,6 +40,18 @@ class Objective(torch.nn.Module):
         """Inside this context the attention of both models is recorded, if the loss needs it."""
         return self.distiller if "attention" in self.weights else nullcontext()
 
+    def pairs_in_words(self, ids: torch.Tensor) -> list[str]:
+        """Which layer and heads of the student learn from which of the teacher."""
+        lines = []
+        with self.distiller as distiller, torch.no_grad():
+            self._others[1].hidden(ids)
+            for (i, j), pair in distiller.pairs().items():
+                heads_t, heads_s = pair.t.q.shape[1], pair.s.q.shape[1]
+                lines.append(f"layer {i:3} of {heads_s} heads learns from teacher layer {j:3} of {heads_t} heads")
+            distiller.student.clear()
+            distiller.teacher.clear()
+        return lines
+
     @property
     def config(self) -> Any:
         return self.module.config
