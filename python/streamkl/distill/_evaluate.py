@@ -17,8 +17,9 @@ from ..hf import AttentionDistiller
 from ..hf._compare import compare_captured
 from ._data import Sequences
 from ._needles import VALUE, NeedleBatch, Retrieval, needle_batches
-from ._objective import Outputs, next_tokens, row_losses
+from ._objective import Outputs, next_tokens
 from ._options import Options, UserError
+from ._output_losses import row_losses
 
 POSITIONS = 16  # buckets of a sequence
 BUCKETS = 64  # of queries and of keys in a map
@@ -172,8 +173,9 @@ class _Sums:
         size_t, size_s = (each.model.config.get_text_config().vocab_size for each in outputs)
         is_same = size_t == size_s
         labels = next_tokens(ids)
-        losses = row_losses(outputs_t, outputs_s, hidden_t if is_same else None, hidden_s, labels)
-        of_teacher = row_losses(outputs_s, outputs_t, None, hidden_t, labels)
+        heads = outputs_t.head, outputs_s.head
+        losses = row_losses(*heads, hidden_t if is_same else None, hidden_s, labels)
+        of_teacher = row_losses(None, outputs_t.head, None, hidden_t, labels)
         self.losses.setdefault("student", []).append(losses["language"][:, :-1].cpu())
         self.losses.setdefault("teacher", []).append(of_teacher["language"][:, :-1].cpu())
         if is_same:
