@@ -8,6 +8,7 @@ import copy
 import os
 import sys
 
+import pytest
 import torch
 import transformers
 from hf_models import batch, llama
@@ -151,13 +152,18 @@ def dpo(path, sizes, options):
     ]
     config = arguments(path, trl.DPOConfig, max_length=32, bf16=False, **sizes)
     more = dict(train_dataset=Dataset.from_list(data), processing_class=make_tokenizer(), ref_model=models()[1])
-    return _make(trl.DPOTrainer, config, options, **more)
+    trainer = _make(trl.DPOTrainer, config, options, **more)
+    if "input_ids" not in next(iter(trainer.get_train_dataloader())):
+        pytest.skip("DPOTrainer of this release makes its batch inside the loss: micro-batches count the same")
+    return trainer
 
 
 def distillation(path, sizes, options):
     import trl
     from datasets import Dataset
 
+    if not hasattr(trl, "DistillationTrainer"):
+        pytest.skip("this release of TRL has no DistillationTrainer")
     data = Dataset.from_list([dict(prompt=words(i, 2 + i % 3)) for i in range(SEQUENCES)])
     config = arguments(path, trl.DistillationConfig, max_completion_length=6, bf16=False, **sizes)
     return _make(trl.DistillationTrainer, config, options, "teacher_model", train_dataset=data,

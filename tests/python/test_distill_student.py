@@ -42,6 +42,12 @@ def jamba(layers=4, heads=4):
 
 def falcon_h1(layers=4, heads=4):
     """Attention and Mamba side by side."""
+    from transformers.models.falcon_h1 import modeling_falcon_h1
+
+    if not hasattr(modeling_falcon_h1, "create_causal_mask"):
+        pytest.skip(
+            "this release of transformers makes the masks of FalconH1 for its own attention implementations only"
+        )
     config = transformers.FalconH1Config(
         **SMALL, num_hidden_layers=layers, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8,
         mamba_d_state=8, mamba_chunk_size=16,
