@@ -101,5 +101,5 @@ prepare_venv() {
         # Python compiles the modules that are imported: a fraction of the 12,000 files.
         "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r "$2"
         cp "$2" "$1/requirements.txt"
-    ) 8>"build/$1.lock"
+    ) 8>"build/$(basename "$1").lock"
 }

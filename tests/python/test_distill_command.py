@@ -1,5 +1,6 @@
 """streamkl-distill: what it trains, evaluates and writes, its options, and its errors."""
 
+import gzip
 import importlib.util
 import json
 from pathlib import Path
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights
-from hf_models import bert, kl_from_attentions
+from safetensors.torch import load_file
+from hf_models import bert, kl_from_attentions, llama
 from transformers import AutoModel, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from streamkl.distill import _data as data
+from streamkl.distill._checkpoint import to_json
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
-from streamkl.distill._options import Options, UserError, read_toml
+from streamkl.distill._options import Options, Parser, UserError, add_arguments, options_from, read_toml
 from streamkl.distill._student import load_student, load_teacher
 from streamkl.distill.cli import main
 
@@ -110,6 +113,53 @@ def test_teacher_in_the_precision_of_the_run(folder):
     assert teacher.model.rotary_emb.inv_freq.dtype == torch.float32
     student = load_student(options, teacher, False)
     assert {each.dtype for each in student.parameters()} == {torch.float32}
+
+
+def test_measures_during_training_and_keeps_the_best(folder, capsys):
+    """The measurement is the held-out loss of the student then, and OUT/best is the student of the lowest one."""
+    options = dict(needles=0, eval_sequences=2, eval_every=2)
+    assert run(folder, "measured", "--control", **options) == 0
+    lines = [json.loads(line) for line in (folder / "measured/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    measured = [line for line in lines if "held_out_loss" in line]
+    after = evaluation(folder / "measured")["after"]
+    assert measured[-1]["held_out_attention"] == pytest.approx(after["kl"], rel=1e-4)
+    assert measured[-1]["held_out_output"] == pytest.approx(after["output_kl"], rel=1e-4)
+    best = min(measured, key=lambda line: line["held_out_loss"])
+    assert (
+        f"Held-out loss {best['held_out_loss']:.4g} at step {best['step']}."
+        in (folder / "measured/best/README.md").read_text()
+    )
+    if best["step"] == 6:
+        best_weights, last = (
+            load_file(folder / f"measured/{name}/model.safetensors") for name in ("best", "student")
+        )
+        assert all(torch.equal(best_weights[name], last[name]) for name in last)
+    printed = capsys.readouterr().out
+    for words in (
+        "attention KL, nats",
+        f"{after['kl']:.4g}",
+        "control",
+        "6 steps of 96 tokens",
+        "lowest held-out loss",
+    ):
+        assert words in printed
+    titles = [block["title"] for block in training_section(folder / "measured")["blocks"]]
+    assert "Loss by step" in titles
+
+
+def training_section(folder):
+    document = browser.document_of((folder / "report.html").read_text())
+    return next(section for section in document["sections"] if section["title"] == "Training")
+
+
+def test_dry_run_writes_nothing(folder, capsys):
+    assert run(folder, "dry", "--dry-run") == 0
+    assert not (folder / "dry").exists()
+    printed = capsys.readouterr().out
+    for words in ("teacher  LlamaForCausalLM", "18 sequences of 48 tokens; 2 sequences held out",
+                  "layer   1 of 2 heads learns from teacher layer   3 of 4 heads", "s per step of 96 tokens: 6 steps take"):  # fmt: skip
+        assert words in printed, printed
 
 
 def test_accumulation_is_a_larger_batch(folder):
@@ -276,6 +326,28 @@ def test_text_and_jsonl(folder, tmp_path):
     assert found.batch([0, 1, 2]).tolist() == [[1, 10, 11, 12, 13, 2], [1, 14, 15, 3, 10, 2], [1, 11, 12, 3, 20, 2]]
 
 
+def test_packed_lines_parquet_and_datasets(folder, tmp_path, monkeypatch):
+    """All have the same two documents."""
+    import datasets
+    import pyarrow
+    from pyarrow import parquet
+
+    records = [dict(text="abcdef", other=1), dict(text="ghijkl", other=2)]
+    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+    parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    dataset = datasets.Dataset.from_list(records)
+    dataset.save_to_disk(tmp_path / "saved")
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: asked.append((given, options)) or dataset)
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    names = ["corpus/name:en:validation", "corpus/name"]
+    for path in *(str(tmp_path / each) for each in ("a.jsonl.gz", "a.parquet", "saved")), *names:
+        found = data.load_all([path], Options(context=9), Words(), teacher)
+        assert found.batch([0, 1]).tolist() == [[1, *range(10, 16), 3, 2], [1, *range(16, 22), 3, 2]]
+    assert asked == [(("corpus/name", "en"), dict(split="validation")), (("corpus/name",), dict(split="train"))]
+
+
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +363,7 @@ ERRORS = {
     "both students": (["--student", "x"], "--student: its folder says its shape"),
     "too long": (dict(context=4096), "--context=4096: the teacher has positions for 2048"),
     "start context": (dict(start_context=36), "--start-context=36: --context must be 1, 2, 4, 8, ... times as long"),
+    "layer map": (dict(layer_map="1,9"), "--layer-map[1]=9: the student has layers 0..1, the teacher 0..3"),
     "map layers": (dict(map_layers="7"), "--map-layers=[7]: the student has the layers [0, 1]"),
     "map heads": (dict(map_heads="0,2"), "--map-heads=[2]: the student has the heads [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
@@ -316,6 +389,8 @@ def test_errors(folder, capsys, case):
         ("broken.safetensors", b"\xff" * 40, "broken.safetensors: cannot be read"),
         ("broken.jsonl", b'{"text": \n', "broken.jsonl: cannot be read"),
         ("other.jsonl", b'{"words": "a"}\n', "other.jsonl:1: has no field 'text'"),
+        ("packed.txt", b"\x28\xb5\x2f\xfd" * 9, "packed.txt: is a zstd file: unpack it"),
+        ("broken.parquet", b"PAR1 nothing else", "broken.parquet: cannot be read"),
         ("latin.txt", b"\xe4\xf6\xfc" * 9, "latin.txt: cannot be read"),
         ("short.txt", b"abc", "short.txt: has 4 tokens: a sequence needs 46"),
     ],
@@ -333,6 +408,43 @@ def test_sequences_with_special_tokens_cannot_be_cut(folder, tmp_path):
     teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
     with pytest.raises(UserError, match="--start-context: must be 0: the tokenizer puts special tokens"):
         data.load(Options(data=[str(tmp_path / "a.txt")], context=16, start_context=8), Words(), teacher)
+
+
+def test_a_folder_that_cannot_be_written(folder, capsys):
+    assert run(folder, "data.npy/out") == 2
+    error = capsys.readouterr().err
+    assert f"{folder / 'data.npy/out'}" in error and "cannot be written" in error and "Traceback" not in error
+
+
+def test_heads_that_do_not_divide(folder, tmp_path, capsys):
+    llama(layers=2, heads=3, key_heads=3, hidden=24).save_pretrained(tmp_path / "student")
+    assert run(folder, "errors", student=tmp_path / "student", student_layers=None, student_heads=None) == 2
+    error = capsys.readouterr().err
+    assert "4 heads are not a multiple of 3: pass a --head-map" in error and "Traceback" not in error
+
+
+def test_a_diverged_run_stops_with_a_report(folder, capsys):
+    assert run(folder, "diverged", rate=1e30, clip=0, needles=0, checkpoint_every=0) == 2
+    error = capsys.readouterr().err
+    assert "step 2 of 6 diverged: " in error and "use a smaller --rate; there is no checkpoint" in error
+    assert "Traceback" not in error and not (folder / "diverged/student").exists()
+    document = browser.document_of((folder / "diverged/report.html").read_text())
+    assert "The run stopped: step 2 of 6 diverged" in document["lead"]
+    assert (folder / "diverged/log.jsonl").read_text().count("\n") == 1
+
+
+def test_numbers_that_json_does_not_have():
+    assert to_json(dict(a=[float("nan"), 1.5], b=(float("inf"),))) == '{"a":[null,1.5],"b":[null]}'
+
+
+def test_names_of_other_programs(capsys):
+    parser = Parser()
+    add_arguments(parser)
+    found = options_from(parser.parse_args(["--lr", "1e-3", "--batch-size=4", "--output-dir", "x"]))
+    assert (found.rate, found.batch, found.out) == (1e-3, 4, "x")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--learn-rate", "1"])
+    assert "--learn-rate: is no option; did you mean --learning-rate?" in capsys.readouterr().err
 
 
 def test_text_needs_a_tokenizer(folder, tmp_path, capsys):
@@ -366,11 +478,7 @@ def test_toml_errors(tmp_path, text, message):
 
 def test_command_line_wins_over_the_file(tmp_path, folder):
     (tmp_path / "options.toml").write_text("rate = 1\nsteps = 99\nlayer-map = [2, 3]\n")
-    from argparse import ArgumentParser
-
-    from streamkl.distill._options import add_arguments, options_from
-
-    parser = ArgumentParser()
+    parser = Parser()
     add_arguments(parser)
     found = options_from(
         parser.parse_args([*arguments(folder, "x", rate=None), "--options", str(tmp_path / "options.toml")])

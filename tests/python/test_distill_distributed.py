@@ -28,6 +28,17 @@ def test_two_processes(tmp_path, more):
     make_teacher(tmp_path)
     assert run(tmp_path, "one", **OPTIONS) == 0
     run_two(tmp_path, "two", "--batch", "1", *more)
+    run_two(tmp_path, "two", "--batch", "1", "--resume", *more)  # reads the checkpoint of the last step
+    assert_same(tmp_path)
+
+
+@pytest.mark.skipif(not LONG, reason="starts processes that import torch and transformers")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="without --cpu, a run uses the GPU")
+def test_two_processes_without_a_gpu(tmp_path):
+    """Without --cpu, both processes once trained alone, and wrote the same files."""
+    make_teacher(tmp_path)
+    assert run(tmp_path, "one", **OPTIONS) == 0
+    run_two(tmp_path, "two", "--batch", "1", "--no-cpu")
     assert_same(tmp_path)
 
 

@@ -66,7 +66,11 @@ def change_json(path, **fields):
 
 def config_with_code(folder, model_type="evil", architectures=("Evil",), auto_map=None):
     write_code(folder, "evil.py")
-    auto_map = auto_map or {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
+    auto_map = auto_map or {
+        "AutoConfig": "evil.Config",
+        "AutoModel": "evil.Model",
+        "AutoModelForCausalLM": "evil.Model",
+    }
     change_json(folder / "config.json", model_type=model_type, architectures=list(architectures), auto_map=auto_map)
 
 
@@ -83,7 +87,9 @@ def generate_with_code(folder):
 
 def tokenizer_with_code(folder):
     write_code(folder, "evil.py")
-    change_json(folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    change_json(
+        folder / "tokenizer_config.json", tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]}
+    )
 
 
 MODELS = {
@@ -268,6 +274,8 @@ def test_evaluations_before_training(whole, folder, capsys, what):
     change, message = BEFORE[what]
     path = folder / "out/before.json"
     path.write_text(change(json.loads(path.read_text())))
-    refused(folder, capsys, [f"{path}: ", message, "delete it, and --resume evaluates again"], "--resume", **inputs(whole))
+    refused(
+        folder, capsys, [f"{path}: ", message, "delete it, and --resume evaluates again"], "--resume", **inputs(whole)
+    )
     path.unlink()
     assert run(folder, "out", "--resume", **FAST, **inputs(whole)) == 0

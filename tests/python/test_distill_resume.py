@@ -1,6 +1,8 @@
 """Checkpoints of streamkl-distill: a resumed run ends with the same bits, and no failure leaves half a checkpoint."""
 
 import errno
+import json
+import math
 import os
 import signal
 import subprocess
@@ -90,6 +92,16 @@ def test_ctrl_c_writes_a_checkpoint(folder, monkeypatch, capsys, number):
 def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
     assert run(folder, "whole", sample_rows=0.5, **FAST) == 2
     assert "contains an earlier run: pass --resume to continue it, or --overwrite" in capsys.readouterr().err
+
+
+def test_resume_extends_a_finished_run(folder, capsys):
+    assert run(folder, "extended", **FAST, steps=3) == 0
+    assert run(folder, "extended", "--resume", **FAST, steps=5) == 0
+    log = [json.loads(line) for line in (folder / "extended/log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
+    assert log[3]["rate"] == pytest.approx(3e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * 3 / 5))))  # that of 5 steps
+    assert run(folder, "extended", "--resume", **FAST, steps=4) == 2
+    assert "--steps=4: " in (error := capsys.readouterr().err) and "has taken 5 steps: must be 5.." in error
 
 
 @pytest.mark.parametrize("option, message", [

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import reprlib
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -25,15 +26,17 @@ NAME = "checkpoint.safetensors"
 _ENTRY = {"step", "loss", "rate", "memory", "tokens_per_second", "seconds"}  # of a line of the history, at least
 _MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each weight
 _FULL = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
-_SOME = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)  # a weight may have no gradient
+_SOME = distributed.StateDictOptions(
+    full_state_dict=True, cpu_offload=True, strict=False
+)  # a weight may have no gradient
 
 
 def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Lets `write` write a new file, then puts it in the place of `path`: there is always an old or a new one, complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.new")
     try:
         with clear_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             write(new)
             with open(new, "rb+") as file:
                 os.fsync(file.fileno())
@@ -44,7 +47,8 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
             finally:
                 os.close(folder)
     except BaseException:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
         raise
 
 
@@ -66,6 +70,23 @@ def clear_errors(path: Path) -> Iterator[None]:
 
 def write_text(path: Path, text: str) -> None:
     write_whole(path, lambda new: new.write_text(text))
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """JSON has no NaN and no infinity: null stands for them."""
+    return json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def save(path: Path, model: torch.nn.Module, optimizer: Any, state: dict[str, Any], is_main: bool) -> None:
@@ -111,24 +132,36 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
             f"{path}: was written by a run on other data: use the same files and, without --held-out, the same "
             "--eval-sequences, or start again with --overwrite"
         )
-    _check_progress(path, state, options.steps)
+    state.setdefault("steps", written.get("steps"))  # of earlier versions
+    state.setdefault("measured", [])
+    _check_progress(path, state)
+    if state["step"] > options.steps:
+        raise UserError(f"--steps={options.steps}: {path} has taken {state['step']} steps: must be {state['step']}..")
     return state
 
 
-def _check_progress(path: Path, state: dict[str, Any], steps: int) -> None:
+def _check_progress(path: Path, state: dict[str, Any]) -> None:
     """Rules about step, seconds and history."""
-    given: list[Any] = [state.get(name) for name in ("step", "seconds", "history")]
-    step, seconds, history = given
+    steps: Any = state["steps"]
+    step: Any = state.get("step")
+    seconds: Any = state.get("seconds")
+    _require(path, type(steps) is int and steps >= 1, "steps", steps, "1..")
     _require(path, type(step) is int and 1 <= step <= steps, "step", step, f"1..{steps}")
     _require(path, _is_number(seconds) and seconds >= 0, "seconds", seconds, "a number, at least 0")
-    _require(path, isinstance(history, list), "history", history, "a list")
+    _check_entries(path, "history", state.get("history"), _ENTRY, step)
+    _check_entries(path, "measured", state.get("measured"), {"step", "loss"}, step)
+
+
+def _check_entries(path: Path, name: str, entries: Any, fields: set[str], step: int) -> None:
+    """Rules about a list of objects with numbers, in the order of their steps."""
+    _require(path, isinstance(entries, list), name, entries, "a list")
     before = 0
-    for index, entry in enumerate(history):
-        where = f"history[{index}]"
-        is_entry = isinstance(entry, dict) and _ENTRY <= entry.keys() == history[0].keys()
-        _require(path, is_entry, where, entry, f"an object with {', '.join(sorted(_ENTRY))}, as all others")
-        for name, value in entry.items():
-            _require(path, _is_number(value), f"{where}.{name}", value, "a finite number")
+    for index, entry in enumerate(entries):
+        where = f"{name}[{index}]"
+        is_entry = isinstance(entry, dict) and fields <= entry.keys() == entries[0].keys()
+        _require(path, is_entry, where, entry, f"an object with {', '.join(sorted(fields))}, as all others")
+        for field, value in entry.items():
+            _require(path, _is_number(value), f"{where}.{field}", value, "a finite number")
         at = entry["step"]
         _require(path, type(at) is int and before < at <= step, f"{where}.step", at, f"{before + 1}..{step}")
         before = at
@@ -172,8 +205,8 @@ def load(path: Path, objective: torch.nn.Module, model: torch.nn.Module, optimiz
             raise _broken(path, f"optimizer.{key}.{parameter}: is missing")
         taken = found["step"].item()
         _require(path, 1 <= taken <= step, f"optimizer.step.{parameter}", taken, f"1..{step}")
-    state = distributed.get_optimizer_state_dict(model, optimizer, options=_FULL)
-    state["state"] = moments
+    (group,) = optimizer.param_groups
+    state: Any = dict(state=moments, param_groups=[{**group, "params": list(trained)}])
     distributed.set_model_state_dict(model, weights, options=_FULL)
     distributed.set_optimizer_state_dict(model, optimizer, state, options=_SOME)
 

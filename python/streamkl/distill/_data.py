@@ -1,16 +1,28 @@
-"""Sequences of tokens from text, .jsonl, .npy and .safetensors files, and the order in which training reads them."""
+"""Sequences of tokens from files and datasets, and the order in which training reads them."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from ._options import Options, UserError
+
+# First bytes of files that are no text.
+_PACKED = {
+    "gzip": b"\x1f\x8b",
+    "zstd": b"\x28\xb5\x2f\xfd",
+    "zip": b"PK\x03\x04",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ",
+    "parquet": b"PAR1",
+}
 
 
 class Sequences:
@@ -86,8 +98,7 @@ def load_all(paths: list[str], options: Options, tokenizer: Any, teacher: Any) -
     bounds = _special_tokens(tokenizer)
     parts, is_text = [], False
     for path in paths:
-        kind = Path(path).suffix
-        reader: Callable = {".npy": _read_npy, ".safetensors": _read_safetensors}.get(kind, _read_text)
+        reader: Callable = {".npy": _read_npy, ".safetensors": _read_safetensors}.get(Path(path).suffix, _read_text)
         try:
             part = reader(path, options, tokenizer)
         except UserError:
@@ -167,18 +178,72 @@ def _read_text(path: str, options: Options, tokenizer: Any) -> np.ndarray:
 
 
 def _documents(path: str, field: str) -> Iterator[str | list[int]]:
-    with open(path, encoding="utf-8") as file:
-        if Path(path).suffix != ".jsonl":
+    """Texts, or lists of tokens, of a file or a dataset."""
+    suffixes = Path(path).suffixes
+    kind = suffixes[-2] if suffixes[-1:] == [".gz"] and len(suffixes) > 1 else "".join(suffixes[-1:])
+    is_name = not Path(path).exists() and (":" in path or not kind)
+    if Path(path).is_dir() or is_name:
+        records: Iterable[Any] = _dataset(path)
+    elif kind == ".parquet":
+        records = _parquet(path, field)
+    elif kind == ".jsonl":
+        records = _lines(path)
+    else:
+        with _opened(path) as file:
             yield file.read()
-            return
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            record = json.loads(line)
-            document = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(document, (str, list)):
-                raise UserError(f"{path}:{number}: has no field {field!r} with text: pass --text-field")
-            yield document
+        return
+    for number, record in enumerate(records, 1):
+        if record is None:  # an empty line
+            continue
+        document = record.get(field) if isinstance(record, dict) else None
+        if not isinstance(document, (str, list)):
+            raise UserError(f"{path}:{number}: has no field {field!r} with text: pass --text-field")
+        yield document
+
+
+def _opened(path: str) -> Any:
+    """A text file, unpacked."""
+    with open(path, "rb") as file:
+        first = file.read(8)
+    packed = next((name for name, start in _PACKED.items() if first.startswith(start)), "")
+    if packed and packed != "gzip":
+        raise UserError(
+            f"{path}: is a {packed} file: unpack it, or pass text, .jsonl, .parquet, .npy or .safetensors"
+        )
+    return gzip.open(path, "rt", encoding="utf-8") if packed else open(path, encoding="utf-8")
+
+
+def _lines(path: str) -> Iterator[Any]:
+    with _opened(path) as file:
+        for line in file:
+            yield json.loads(line) if line.strip() else None
+
+
+def _parquet(path: str, field: str) -> Iterator[dict[str, Any]]:
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"{path}: needs the package pyarrow: pip install pyarrow") from error
+    with parquet.ParquetFile(path) as file:
+        if field not in file.schema_arrow.names:
+            raise UserError(
+                f"{path}: has the columns {', '.join(file.schema_arrow.names)}, and not {field!r}: pass --text-field"
+            )
+        for batch in file.iter_batches(columns=[field]):
+            yield from batch.to_pylist()
+
+
+def _dataset(name: str) -> Iterable[Any]:
+    """A folder, or a name of the Hugging Face Hub, NAME[:CONFIG][:SPLIT]. The split is train by default."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{name}: is no file; a dataset needs the package datasets: pip install datasets") from error
+    if (Path(name) / "state.json").exists():
+        return datasets.load_from_disk(name)
+    path, *rest = [name] if Path(name).exists() else name.split(":")
+    split = rest.pop() if rest else "train"
+    return datasets.load_dataset(path, *rest, split=split)
 
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:

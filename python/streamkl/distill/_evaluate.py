@@ -17,8 +17,9 @@ from ..hf import AttentionDistiller
 from ..hf._compare import compare_captured
 from ._data import Sequences
 from ._needles import VALUE, NeedleBatch, Retrieval, needle_batches
-from ._objective import Outputs, next_tokens, row_losses
+from ._objective import Outputs, next_tokens
 from ._options import Options, UserError
+from ._output_losses import row_losses
 
 POSITIONS = 16  # buckets of a sequence
 BUCKETS = 64  # of queries and of keys in a map
@@ -98,7 +99,7 @@ def evaluate(
     total, done = count + sum(map(len, batches.values())), 0
     outputs, device = inside(lambda: (Outputs(teacher), Outputs(student))), student.device
     try:
-        with context(), AttentionDistiller(teacher, student, **options.distiller()) as distiller:
+        with context(), AttentionDistiller(teacher, student, **options.distiller(), **_sinks(teacher)) as distiller:
             sums = _Sums(options)
             for index in range(count):
                 ids = held_out.batch([index]).to(device)
@@ -115,6 +116,12 @@ def evaluate(
     finally:
         student.train(was_training)
     return result
+
+
+def _sinks(teacher: Any) -> dict[str, Any]:
+    """Maps and distances are those of keys: the evaluation leaves attention sinks out."""
+    has_sinks = any(name.endswith("sinks") for name, _ in teacher.named_parameters())
+    return dict(sinks="keys only") if has_sinks else {}
 
 
 def _has_answers(outputs: tuple[Outputs, Outputs]) -> bool:
@@ -163,10 +170,12 @@ class _Sums:
         self.maps = self.maps or found.maps
         if outputs_s.head is None or outputs_t.head is None:
             return
-        is_same = outputs_t.model.config.vocab_size == outputs_s.model.config.vocab_size
+        size_t, size_s = (each.model.config.get_text_config().vocab_size for each in outputs)
+        is_same = size_t == size_s
         labels = next_tokens(ids)
-        losses = row_losses(outputs_t, outputs_s, hidden_t if is_same else None, hidden_s, labels)
-        of_teacher = row_losses(outputs_s, outputs_t, None, hidden_t, labels)
+        heads = outputs_t.head, outputs_s.head
+        losses = row_losses(*heads, hidden_t if is_same else None, hidden_s, labels)
+        of_teacher = row_losses(None, outputs_t.head, None, hidden_t, labels)
         self.losses.setdefault("student", []).append(losses["language"][:, :-1].cpu())
         self.losses.setdefault("teacher", []).append(of_teacher["language"][:, :-1].cpu())
         if is_same:

@@ -13,19 +13,20 @@ from ._options import UserError
 class Log:
     """One line of JSON per entry. A resumed run drops the lines after its checkpoint."""
 
-    def __init__(self, out: Path, history: list[dict[str, float]], tensorboard: bool, is_main: bool) -> None:
+    def __init__(self, out: Path, entries: list[dict[str, float]], tensorboard: bool, is_main: bool) -> None:
+        entries = sorted(entries, key=lambda entry: entry["step"])
         self._path = out / "log.jsonl" if is_main else None
         self._writer: Any = None
         if self._path is None:
             return
-        write_text(self._path, "".join(json.dumps(entry) + "\n" for entry in history))
+        write_text(self._path, "".join(json.dumps(entry) + "\n" for entry in entries))
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise UserError("--tensorboard: needs the package tensorboard: pip install tensorboard") from error
             self._writer = SummaryWriter(
-                out / "tensorboard", purge_step=len(history) and int(history[-1]["step"]) + 1
+                out / "tensorboard", purge_step=len(entries) and int(entries[-1]["step"]) + 1
             )
 
     def __enter__(self) -> Log:

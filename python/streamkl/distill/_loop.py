@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,16 +22,21 @@ from tqdm import tqdm
 
 from . import _checkpoint as checkpoints
 from ._data import load, order
+from ._device import make_accelerator
 from ._evaluate import Evaluation, evaluate
 from ._logs import Log
 from ._objective import Objective, next_tokens
 from ._options import Options, UserError
-from ._output import write_results
-from ._student import load_student, load_teacher, load_tokenizer
+from ._output import rehearsal, summary, write_divergence, write_model, write_results
+from ._student import check_tokenizers, load_student, load_teacher, load_tokenizer
 
 
 class Stopped(Exception):
     """Ctrl-C: the run has written a checkpoint."""
+
+
+class Diverged(Exception):
+    """Loss or gradient of a step is not finite. The weights are those before the step."""
 
 
 def distil(options: Options) -> Path:
@@ -40,11 +44,18 @@ def distil(options: Options) -> Path:
     options.check()
     with _Interrupts() as interrupts:
         run = Run(options, interrupts)
-        run.train()
+        if options.dry_run:
+            run.rehearse()
+            return Path(options.out)
+        try:
+            run.train()
+        except Diverged as diverged:
+            raise run.report_divergence(str(diverged)) from None
         control = None
         if options.control:
             control = _control(options, interrupts, run.before)
         run.finish(control)
+        run.say(summary(run, control))
     return Path(options.out)
 
 
@@ -68,26 +79,29 @@ class Run:
         """`before`: the evaluation of the student as it starts, if there is one."""
         self.options, self.interrupts, self.out = options, interrupts, Path(options.out)
         self.begin = time.monotonic()
-        mixed = {"float32": "no", "bfloat16": "bf16"}[options.precision]
-        self.accelerator = Accelerator(cpu=options.cpu, mixed_precision=mixed)
+        self.accelerator = make_accelerator(options)
         self.checkpoint = self.out / checkpoints.NAME
         self.mesh = self._make_mesh()
-        self._claim_folder()
+        if not options.dry_run:
+            self._claim_folder()
         set_seed(options.seed)  # a student may have weights that its folder lacks
         self._load()
         self.digest = self.training.digest()
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
+        self.measured: list[dict[str, float]] = []  # losses on held-out sequences, of --eval-every
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
         self.objective = Objective(self.teacher, self.student, options)
         self.wrapped = self._wrap()
         trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
-        self.before = (before or self._evaluated_before()) if options.eval_sequences else None
+        evaluates = options.eval_sequences and not options.dry_run
+        self.before = (before or self._evaluated_before()) if evaluates else None
         self.student.train()
         if state is not None:
             checkpoints.load(self.checkpoint, self.objective, self.wrapped, self.optimizer, state["step"])
             self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
+            self.measured = state["measured"]
         self.after = self.before
 
     # ---- Before training ---------------------------------------------------------------------------------------------
@@ -98,7 +112,7 @@ class Run:
 
     @property
     def _resumes(self) -> bool:
-        return self.options.resume and self.checkpoint.exists()
+        return self.options.resume and not self.options.dry_run and self.checkpoint.exists()
 
     def _load(self) -> None:
         """Data, teacher and student, each with a line that says what takes the time."""
@@ -109,6 +123,7 @@ class Run:
         self.student = load_student(options, self.teacher, self._is_main).to(device)
         self._say("read the data")
         self.tokenizer = load_tokenizer(options)
+        check_tokenizers(options, self.tokenizer)
         self.training, self.held_out = load(options, self.tokenizer, self.teacher)
 
     def _say(self, what: str) -> None:
@@ -116,7 +131,9 @@ class Run:
             print(f"{time.monotonic() - self.begin:6.1f} s  {what}", file=sys.stderr, flush=True)
 
     def _claim_folder(self) -> None:
-        has_run = self.checkpoint.exists() or (self.out / "student").exists()
+        with checkpoints.clear_errors(self.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+            has_run = self.checkpoint.exists() or (self.out / "student").exists()
         if has_run and not (self.options.resume or self.options.overwrite):
             raise UserError(
                 f"--out {self.out}: contains an earlier run: pass --resume to continue it, or --overwrite to replace it"
@@ -127,6 +144,7 @@ class Run:
         if not self._resumes:
             for name in (checkpoints.NAME, f"control/{checkpoints.NAME}", "before.json", "log.jsonl"):
                 (self.out / name).unlink(missing_ok=True)
+            shutil.rmtree(self.out / "best", ignore_errors=True)
         checkpoints.write_text(self.out / "options.toml", self.options.as_toml())
 
     def _make_mesh(self) -> Any:
@@ -164,7 +182,7 @@ class Run:
             return Evaluation.read(path)
         found = self._evaluate("before training")
         if self._is_main:
-            checkpoints.write_text(path, json.dumps(found.as_json()))
+            checkpoints.write_json(path, found.as_json())
         return found
 
     def _evaluate(self, when: str) -> Evaluation:
@@ -188,7 +206,7 @@ class Run:
 
     def train(self) -> None:
         options, begin = self.options, time.monotonic() - self.seconds
-        log = Log(self.out, self.history, options.tensorboard, self._is_main)
+        log = Log(self.out, [*self.history, *map(_held_out, self.measured)], options.tensorboard, self._is_main)
         with self.objective.attached(), log, tqdm(
             total=options.steps, initial=self.step, desc="distil", disable=not self._is_main, unit="step", dynamic_ncols=True
         ) as bar:  # fmt: skip
@@ -202,12 +220,15 @@ class Run:
                     step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(self.accelerator.device),
                     tokens_per_second=self.tokens_per_step() / (now - started), seconds=self.seconds,
                 )  # fmt: skip
-                _check_finite(entry)
                 if self.step % options.log_every == 0 or self.step == options.steps:
                     self.history.append(entry)
                     log.add(entry)
                 bar.set_postfix_str(_postfix(entry))
                 bar.update()
+                every = options.eval_every
+                if every and (self.step % every == 0 or self.step == options.steps):
+                    self._measure()
+                    log.add(_held_out(self.measured[-1]))
                 stops = self._stops()
                 every = options.checkpoint_every
                 if stops or self.step == options.steps or (every and self.step % every == 0):
@@ -233,14 +254,44 @@ class Run:
                 self.accelerator.backward(losses["loss"] / options.accumulate)
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach().float() / options.accumulate
-        if options.clip:
-            self.accelerator.clip_grad_norm_(self.wrapped.parameters(), options.clip)
+        norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), options.clip or math.inf)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        *means, norm = self.accelerator.reduce(torch.stack([*sums.values(), norm.detach().float()]), "mean").tolist()
+        losses = dict(zip(sums, means))
+        if not (math.isfinite(norm) and all(map(math.isfinite, means))):
+            found = ", ".join(f"{name} {value:.4g}" for name, value in {**losses, "gradient norm": norm}.items())
+            raise Diverged(f"step {self.step + 1} of {options.steps} diverged: {found}")
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(self.step)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        means = self.accelerator.reduce(torch.stack(list(sums.values())), "mean").tolist()
-        return dict(zip(sums, means))
+        return losses
+
+    def _measure(self) -> None:
+        """Adds the losses of the held-out sequences, of which all ranks compute the same, and keeps the best student."""
+        sums: Any = 0
+        count = min(self.options.eval_sequences, len(self.held_out))
+        self.student.eval()
+        with torch.no_grad():
+            for index in range(count):
+                with self._split(self.held_out.batch([index]).to(self.accelerator.device)) as shards:
+                    with self.accelerator.autocast():
+                        losses = self.wrapped(*shards)
+                    sums = sums + torch.stack([loss.float() for loss in losses.values()])
+        self.student.train()
+        means = self.accelerator.reduce(sums / count, "mean").tolist()
+        self.measured.append(dict(step=self.step, **dict(zip(losses, means))))
+        if self.measured[-1] is self.best:
+            weights = checkpoints.full_weights(self.wrapped)
+            if self._is_main:
+                write_model(
+                    self.out / "best", self, weights, [f"Held-out loss {self.best['loss']:.4g} at step {self.step}."]
+                )
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The measurement with the lowest held-out loss."""
+        return min(self.measured, key=lambda entry: entry["loss"])
 
     @contextmanager
     def _split(self, ids: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -271,12 +322,28 @@ class Run:
     def _save(self) -> None:
         state = dict(
             step=self.step,
+            steps=self.options.steps,
             seconds=self.seconds,
             history=self.history,
+            measured=self.measured,
             data=self.digest,
             options=self.options.affecting(),
         )
         checkpoints.save(self.checkpoint, self.wrapped, self.optimizer, state, self._is_main)
+
+    def rehearse(self) -> None:
+        """Runs one step and says what a run would do."""
+        with self.objective.attached():
+            times = []
+            for _ in range(2):  # the first step also starts up
+                started = time.monotonic()
+                self._one_step()
+                times.append(time.monotonic() - started)
+        self.say(rehearsal(self, times[-1], _memory(self.accelerator.device)))
+
+    def say(self, text: str) -> None:
+        if self._is_main:
+            print(text, flush=True)
 
     # ---- After training ----------------------------------------------------------------------------------------------
 
@@ -287,6 +354,13 @@ class Run:
         if self._is_main:
             write_results(self, weights, control)
         self.accelerator.wait_for_everyone()
+
+    def report_divergence(self, what: str) -> UserError:
+        """Writes a report without an evaluation of the student. Returns the error that ends the run."""
+        if self._is_main:
+            write_divergence(self, what)
+        has_checkpoint = "the last checkpoint is whole" if self.checkpoint.exists() else "there is no checkpoint"
+        return UserError(f"{what}: use a smaller --rate; {has_checkpoint}; report {self.out / 'report.html'}")
 
 
 class _Interrupts:
@@ -316,11 +390,9 @@ def _memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _check_finite(entry: dict[str, float]) -> None:
-    if not math.isfinite(entry["loss"]):
-        raise UserError(
-            f"step {entry['step']}: the loss is {entry['loss']}: use a smaller --rate; the last checkpoint is whole"
-        )
+def _held_out(entry: dict[str, float]) -> dict[str, float]:
+    """A measurement as a line of the log."""
+    return {name if name == "step" else f"held_out_{name}": value for name, value in entry.items()}
 
 
 def _postfix(entry: dict[str, float]) -> str:

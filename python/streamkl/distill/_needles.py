@@ -114,7 +114,8 @@ class Retrieval:
         np.add.at(self.rows, batch.depths, VALUE)
         for key, pair in pairs.items():
             best = [  # [texts, heads, needles, VALUE]
-                p.argmax(-1).unflatten(-1, (-1, VALUE)).cpu().numpy() for p in pair.row_probabilities(batch.rows, cache)
+                p.argmax(-1).unflatten(-1, (-1, VALUE)).cpu().numpy()
+                for p in pair.row_probabilities(batch.rows, cache)
             ]
             teacher, student = ((each >= begin) & (each < begin + _SIZE) for each in best)
             for name, hits in zip(_COUNTED, (teacher, student, teacher & student)):

@@ -1,8 +1,4 @@
-"""The loss of a step: attention KL, output KL and language loss of a batch.
-
-The output distributions take length x vocabulary numbers. They are computed a chunk of rows at a time, and again in the
-backward, so that no step stores them.
-"""
+"""The loss of a step: attention KL, output KL and language loss of a batch."""
 
 from __future__ import annotations
 
@@ -12,12 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from ..hf import AttentionDistiller
 from ._options import Options, UserError
-
-CHUNK = 1024  # rows
+from ._output_losses import output_losses
 
 
 class Objective(torch.nn.Module):
@@ -40,6 +34,18 @@ class Objective(torch.nn.Module):
         """Inside this context the attention of both models is recorded, if the loss needs it."""
         return self.distiller if "attention" in self.weights else nullcontext()
 
+    def pairs_in_words(self, ids: torch.Tensor) -> list[str]:
+        """Which layer and heads of the student learn from which of the teacher."""
+        lines = []
+        with self.distiller as distiller, torch.no_grad():
+            self._others[1].hidden(ids)
+            for (i, j), pair in distiller.pairs().items():
+                heads_t, heads_s = pair.t.q.shape[1], pair.s.q.shape[1]
+                lines.append(f"layer {i:3} of {heads_s} heads learns from teacher layer {j:3} of {heads_t} heads")
+            distiller.student.clear()
+            distiller.teacher.clear()
+        return lines
+
     @property
     def config(self) -> Any:
         return self.module.config
@@ -59,50 +65,27 @@ class Objective(torch.nn.Module):
             with torch.no_grad():
                 hidden_t = outputs_t.hidden(ids, positions)
         losses = {"attention": self.distiller.loss()} if "attention" in self.weights else {}
+        total: Any = 0.0
         if "output" in self.weights and outputs_s.head is None:
             losses["output"] = F.mse_loss(hidden_s.float(), hidden_t.float())
+            total = self.weights["output"] * losses["output"]
         elif self.weights.keys() & {"output", "language"}:
             labels = next_tokens(ids) if labels is None else labels
-            rows = row_losses(outputs_t, outputs_s, hidden_t, hidden_s, labels)
             length = ids.shape[1] * self.ranks  # of a sequence, whose last token predicts nothing
-            rows["language"] = rows["language"] * (length / (length - 1))
-            losses |= {name: loss.mean() for name, loss in rows.items() if name in self.weights}
-        losses["loss"] = torch.stack([self.weights[name] * loss for name, loss in losses.items()]).sum()
-        return losses
+            weights = (self.weights.get("output", 0.0), self.weights.get("language", 0.0))
+            labelled = ids.numel() * (length - 1) / length
+            total, *both = output_losses(
+                outputs_t.head, outputs_s.head, hidden_t, hidden_s, labels, weights, labelled
+            )
+            losses |= {name: loss for name, loss in zip(("output", "language"), both) if name in self.weights}
+        if "attention" in losses:
+            total = total + self.weights["attention"] * losses["attention"]
+        return {**losses, "loss": total}
 
 
 def next_tokens(ids: torch.Tensor) -> torch.Tensor:
     """The label of every row; the last one has none."""
     return F.pad(ids[:, 1:], (0, 1), value=-100)
-
-
-def row_losses(outputs_t: Any, outputs_s: Any, hidden_t, hidden_s, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """{"output": KL of the output distributions, "language": cross-entropy of the next token}, [batch, length] each.
-
-    Rows without a label have the language loss 0. Without `hidden_t`, there is no output KL.
-    """
-    parts: dict[str, list[torch.Tensor]] = {}
-    for begin in range(0, labels.shape[1], CHUNK):
-        rows = slice(begin, begin + CHUNK)
-        chunk_t = None if hidden_t is None else hidden_t[:, rows]
-        arguments = (outputs_t.head, outputs_s.head, chunk_t, hidden_s[:, rows], labels[:, rows])
-        if torch.is_grad_enabled():
-            found = checkpoint(_chunk_losses, *arguments, use_reentrant=False)
-        else:
-            found = _chunk_losses(*arguments)
-        for name, loss in found.items():
-            parts.setdefault(name, []).append(loss)
-    return {name: torch.cat(chunks, 1) for name, chunks in parts.items()}
-
-
-def _chunk_losses(head_t, head_s, hidden_t, hidden_s, labels) -> dict[str, torch.Tensor]:
-    log_s = head_s(hidden_s).float().log_softmax(-1)
-    language = F.nll_loss(log_s.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-    losses = {"language": language.view_as(labels)}
-    if hidden_t is not None:
-        log_p = head_t(hidden_t).detach().float().log_softmax(-1)
-        losses["output"] = (log_p.exp() * (log_p - log_s)).sum(-1)
-    return losses
 
 
 class Outputs:
@@ -113,7 +96,7 @@ class Outputs:
         embeddings = model.get_output_embeddings()
         self.head: Any = embeddings
         self.is_causal = model.can_generate() and not model.config.is_encoder_decoder
-        if embeddings is not None and not _is_plain_head(model, embeddings):
+        if embeddings is not None and not (type(embeddings) is torch.nn.Linear and _is_plain_head(model, embeddings)):
             self.head = torch.nn.Identity()  # "hidden" states are the logits
 
     def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import math
 import sys
@@ -49,17 +50,25 @@ class Options:
     tokenizer: str = _option("", "folder of the tokenizer; default: the teacher's", affects=False)
     out: str = _option("distilled", "folder for checkpoint, model, report and logs", affects=False)
 
-    data: list[str] = _option((), "training data: text, .jsonl, or tokens as .npy or .safetensors", str, many=True)
+    data: list[str] = _option(
+        (),
+        "training data: text, .jsonl, .parquet, a dataset as NAME[:CONFIG][:SPLIT] or folder, or tokens as .npy or .safetensors; "
+        "text and .jsonl may be packed with gzip",
+        str,
+        many=True,
+    )
     held_out: list[str] = _option(
         (), "held-out data; default: the last sequences of the training data", str, many=True
     )
-    text_field: str = _option("text", "the field of a .jsonl record with its text (or a list of tokens)")
+    text_field: str = _option(
+        "text", "the field of a record of .jsonl, .parquet or a dataset with its text (or a list of tokens)"
+    )
     context: int = _option(2048, "tokens per sequence")
     start_context: int = _option(
         0, "tokens per sequence of the first steps, doubled up to --context; 0: --context from the start", int
     )
 
-    steps: int = _option(1000, "optimiser steps")
+    steps: int = _option(1000, "optimiser steps; with --resume, more steps extend a run", affects=False)
     batch: int = _option(1, "sequences per process and micro-batch")
     accumulate: int = _option(1, "micro-batches per step")
     rate: float = _option(3e-4, "peak learning rate: linear warm-up, then cosine decay to a tenth")
@@ -104,6 +113,8 @@ class Options:
                                    int, many=True, affects=False)  # fmt: skip
     control: bool = _option(False, "also train the same student without the attention KL, and compare", affects=False)
 
+    eval_every: int = _option(0, "steps between measurements on the held-out sequences; 0: only before and after. OUT/best "
+                              "keeps the student of the lowest held-out loss", affects=False)  # fmt: skip
     checkpoint_every: int = _option(
         100, "steps between checkpoints; 0: only when the run ends or is stopped", affects=False
     )
@@ -111,6 +122,9 @@ class Options:
     tensorboard: bool = _option(False, "also write TensorBoard logs to OUT/tensorboard", affects=False)
     resume: bool = _option(False, "continue from the checkpoint in OUT", affects=False)
     overwrite: bool = _option(False, "replace an earlier run in OUT", affects=False)
+    dry_run: bool = _option(
+        False, "run one step, say what would be trained and what it takes, and write nothing", affects=False
+    )
     cpu: bool = _option(False, "run on the CPU even if there is a GPU")
 
     # ---- Checks ------------------------------------------------------------------------------------------------------
@@ -144,6 +158,8 @@ class Options:
         doublings = self.context / (self.start_context or self.context)
         if doublings < 1 or not math.log2(doublings).is_integer():
             raise UserError(f"--start-context={self.start_context}: --context must be 1, 2, 4, 8, ... times as long")
+        if self.eval_every and not self.eval_sequences:
+            raise UserError(f"--eval-every={self.eval_every}: needs --eval-sequences above 0")
         if self.resume and self.overwrite:
             raise UserError("--resume and --overwrite: only one of them")
         return self
@@ -170,7 +186,7 @@ class Options:
     def as_toml(self) -> str:
         lines = ["# Options of streamkl-distill; --options FILE reads them again."]
         for name, value in dataclasses.asdict(self).items():
-            if name in ("resume", "overwrite"):  # of this call, not of the run
+            if name in ("resume", "overwrite", "dry_run"):  # of this call, not of the run
                 continue
             lines.append(f"{_dashed(name)} = {json.dumps(value, ensure_ascii=False)}")  # these values are valid TOML
         return "\n".join(lines) + "\n"
@@ -184,10 +200,23 @@ _RANGES = {
     "context": (2, math.inf), "steps": (1, math.inf), "batch": (1, math.inf), "accumulate": (1, math.inf),
     "rate": (0, math.inf), "warmup": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf), "seed": (0, 2**31 - 1),
     "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
-    "sample_rows": (1e-6, 1), "eval_sequences": (0, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf),
+    "sample_rows": (1e-6, 1), "eval_sequences": (0, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf),
     "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
     "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf), "start_context": (0, math.inf),
 }  # fmt: skip
+
+
+# What people type who know other programs, accepted without a line in --help.
+_ALIASES = {
+    "--lr": "rate", "--learning-rate": "rate", "--batch-size": "batch", "--per-device-train-batch-size": "batch",
+    "--gradient-accumulation-steps": "accumulate", "--max-steps": "steps", "--seq-len": "context", "--seq-length": "context",
+    "--max-length": "context", "--output": "out", "--output-dir": "out", "--warmup-ratio": "warmup",
+    "--max-grad-norm": "clip", "--eval-steps": "eval_every", "--save-steps": "checkpoint_every",
+}  # fmt: skip
+
+
+def in_bytes(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def _dashed(name: str) -> str:
@@ -225,6 +254,10 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
     parser.add_argument(
         "--options", metavar="FILE.toml", help="read options from a file; those of the command line win"
     )
+    for alias, name in _ALIASES.items():
+        if names is None or name in names:
+            kind = Options.__dataclass_fields__[name].metadata["kind"]
+            parser.add_argument(alias, dest=name, type=kind, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
     for f in dataclasses.fields(Options):
         if names is not None and f.name not in names:
             continue
@@ -241,6 +274,19 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
         else:
             metavar = None if about["choices"] else {int: "N", float: "X"}.get(about["kind"], "DIR")
             parser.add_argument(flag, type=about["kind"], choices=about["choices"] or None, metavar=metavar, **common)
+
+
+class Parser(argparse.ArgumentParser):
+    """Suggests options for those that it does not know."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        for given in (each.partition("=")[0] for each in unknown):
+            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            alike = difflib.get_close_matches(given, known, 1) if given.startswith("-") else []
+            advice = f"; did you mean {alike[0]}?" if alike else "; --help lists the options"
+            self.error(f"{given}: is no option{advice}")
+        return found
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import __version__
+from ._checkpoint import to_json
 from ._evaluate import Evaluation
 from ._needles import DEPTHS, KEY, VALUE
-from ._options import Options
+from ._options import Options, in_bytes
 
 _STYLES = {"teacher": "teacher", "before": "before", "after": "after", "student": "after", "control": "control"}
 _CURVE_POINTS = 300
@@ -23,16 +24,20 @@ def page(report: dict[str, Any]) -> str:
     """The page with its data. `<` is escaped, so that no text can end the script that contains it."""
     installed, in_source = Path(__file__).with_name("report.html"), Path(__file__).parents[3] / "view" / "report.html"
     template = (installed if installed.exists() else in_source).read_text()
-    data = json.dumps(report, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = to_json(report).replace("<", "\\u003c")
     before, _, after = template.partition("@DOCUMENT@")
     return before + data + after
 
 
 def document(
-    options: Options, evaluations: dict[str, Evaluation], history: list[dict[str, float]], student: Any, teacher: Any
-) -> dict[str, Any]:
-    """`evaluations` are those of the student: "before", "after" and "control", "student" alone, or none."""
-    training, settings = _training(history, options), _settings(options, student, teacher)
+    options: Options, evaluations: dict[str, Evaluation], history: list[dict[str, float]], student: Any, teacher: Any,
+    diverged: str = "", measured: Sequence[dict[str, float]] = (),
+) -> dict[str, Any]:  # fmt: skip
+    """`evaluations` are those of the student: "before", "after" and "control", "student" alone, or none.
+
+    `diverged` says at which step the run has diverged; `measured` are losses of held-out sequences during training.
+    """
+    training, settings = _training(history, measured, options), _settings(options, student, teacher)
     sections, figures = [training, settings], _cost(history, options)
     if evaluations:
         where = _where(evaluations), _language(evaluations)
@@ -40,7 +45,7 @@ def document(
         figures = _figures(evaluations) + figures
     return dict(
         title="Attention distillation",
-        lead=_lead(student, teacher, evaluations, history),
+        lead=_lead(student, teacher, evaluations, history, diverged),
         figures=figures,
         sections=[section for section in sections if section is not None],
         footer=f"StreamKL {__version__}",
@@ -52,13 +57,15 @@ def _section(title: str, lead: str, *blocks: dict[str, Any] | None) -> dict[str,
     return dict(title=title, lead=lead, blocks=kept) if kept else None
 
 
-def _lead(student, teacher, evaluations, history) -> str:
-    a, b = student.config, teacher.config
+def _lead(student, teacher, evaluations, history, diverged: str) -> str:
+    a, b = (model.config.get_text_config() for model in (student, teacher))
     told = f"after {int(history[-1]['step'])} steps" if history else "as it is"
     models = (
         f"A student with {a.num_hidden_layers} layers of {a.num_attention_heads} heads, {{}} its teacher with "
         f"{b.num_hidden_layers} layers of {b.num_attention_heads} heads, {told}"
     )
+    if diverged:
+        return models.format("of") + f". The run stopped: {diverged}. The student was not evaluated."
     if not evaluations:
         return models.format("of") + ". It was not evaluated (--eval-sequences 0)."
     main = _main(evaluations)
@@ -103,7 +110,7 @@ def _cost(history, options) -> list[dict[str, str]]:
         return []
     tokens = options.context * options.batch * options.accumulate
     steps = f"{int(history[-1]['step'])} steps of {tokens} tokens"
-    memory = _bytes(max(entry["memory"] for entry in history))
+    memory = in_bytes(max(entry["memory"] for entry in history))
     return [
         _figure(f"{history[-1]['seconds']:.0f} s", "of training", steps),
         _figure(memory, "peak memory", "of a process or its GPU"),
@@ -122,10 +129,6 @@ def _main(evaluations: dict[str, Evaluation]) -> Evaluation:
 
 def _figure(value: str, label: str, detail: str) -> dict[str, str]:
     return dict(value=value, label=label, detail=detail)
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 # ---- Sections --------------------------------------------------------------------------------------------------------
@@ -250,7 +253,7 @@ def _bright(values: list[list[float]]) -> float:
     return float(bright or sizes[-1] or 1.0)
 
 
-def _training(history: list[dict[str, float]], options: Options) -> dict[str, Any] | None:
+def _training(history, measured: Sequence[dict[str, float]], options: Options) -> dict[str, Any] | None:
     if not history:
         return None
     names = {"loss": "loss", "attention": "attention KL", "output": "output loss", "language": "language loss"}
@@ -259,9 +262,14 @@ def _training(history: list[dict[str, float]], options: Options) -> dict[str, An
         if name in history[0]:
             x, y = _thinned([entry["step"] for entry in history]), _thinned([entry[name] for entry in history])
             series = [dict(name=label, style="after" if name == "attention" else "loss", x=x, y=y)]
+            if measured:
+                x, y = ([entry[each] for entry in measured] for each in ("step", name))
+                series.append(dict(name="held out", style="teacher", x=x, y=y))
             blocks.append(dict(kind="lines", title=f"{label[0].upper()}{label[1:]} by step", x_label="step", log_y=True,
                                x_max=options.steps, series=series))  # fmt: skip
-    return _section("Training", "Losses of the training data, in nats.", *blocks)
+    return _section(
+        "Training", "Losses of the training data, and of held-out sequences with --eval-every, in nats.", *blocks
+    )
 
 
 def _thinned(values: list[float]) -> list[float]:
@@ -354,7 +362,7 @@ def _settings(options: Options, student: Any, teacher: Any) -> dict[str, Any] | 
     changed = {
         f.name: getattr(options, f.name)
         for f in dataclasses.fields(options)
-        if getattr(options, f.name) != getattr(default, f.name) and f.name not in ("resume", "overwrite")
+        if getattr(options, f.name) != getattr(default, f.name) and f.name not in ("resume", "overwrite", "dry_run")
     }
     rows = [[name.replace("_", "-"), ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
             for name, value in changed.items()]  # fmt: skip

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import os
 import sys
 from importlib.util import find_spec
 
-from ._options import UserError, add_arguments, options_from
+from ._options import Parser, UserError, add_arguments, options_from
 
 _EVALUATION = {
     "teacher", "student", "tokenizer", "out", "data", "text_field", "context", "seed", "precision", "direction", "layer_map",
@@ -28,13 +26,27 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"streamkl-distill: {error}", file=sys.stderr)
         return BAD_INPUT
+    except (ValueError, TypeError, RuntimeError) as error:
+        if not _is_refusal(error):
+            raise
+        print(f"streamkl-distill: {str(error).replace('layer_map', '--layer-map').replace('head_map', '--head-map')}",
+              file=sys.stderr)  # fmt: skip
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("streamkl-distill: interrupted; the last checkpoint is whole", file=sys.stderr)
         return INTERRUPTED
 
 
+def _is_refusal(error: BaseException) -> bool:
+    """Whether streamkl.hf has raised it itself: it names what it does not accept."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("streamkl.hf.")
+
+
 def _distil(given: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="streamkl-distill", allow_abbrev=False,
         description="Distils a Hugging Face model into a smaller one that attends where its teacher attends, and reports what "
         "the student has learnt. `streamkl-distill eval --help` compares two models without training.",
@@ -49,13 +61,13 @@ def _distil(given: list[str]) -> int:
     except Stopped as stopped:
         print(f"streamkl-distill: {stopped}", file=sys.stderr)
         return INTERRUPTED
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") == "0" and not options.dry_run:
         print(f"model  {out / 'student'}\nreport {out / 'report.html'}")
     return 0
 
 
 def _evaluate(given: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="streamkl-distill eval", allow_abbrev=False,
         description="Compares the attention of a student with that of its teacher on held-out data: KL, retrieval, maps.",
     )  # fmt: skip
@@ -69,10 +81,11 @@ def _evaluate(given: list[str]) -> int:
         options, student_layers=0, student_heads=0, student_key_heads=0, init_layers=[]
     ).check()
     _check_packages()
+    from ._checkpoint import to_json
     from ._compare_models import compare_models
 
     out, found = compare_models(options)
-    print(json.dumps({name: found[name] for name in ("kl", "output_kl", "kl_layer")}))
+    print(to_json({name: found[name] for name in ("kl", "output_kl", "kl_layer")}))
     print(f"report {out / 'report.html'}")
     return 0
 

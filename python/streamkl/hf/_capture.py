@@ -223,7 +223,7 @@ class Recorder:
     # ---- Recording -----------------------------------------------------------------------------------------------------
 
     def _begin(self, module, args, kwargs) -> None:
-        if not self.captures or (self.step is not None and self.step.module is not module):
+        if not self.captures or _is_redirected(args) or (self.step is not None and self.step.module is not module):
             return
         if self.step is not None:  # a KeyboardInterrupt ended the last forward, without a hook
             self._fail()
@@ -237,7 +237,7 @@ class Recorder:
 
     def _end(self, module, args, output) -> None:
         step = self.step
-        if not self.captures or step is None or step.module is not module:
+        if not self.captures or _is_redirected(args) or step is None or step.module is not module:
             return
         self.step = None
         if output is None:  # the forward raised an error
@@ -276,6 +276,11 @@ def _kind(call: Call) -> tuple:
         id(call.module), call.implementation, call.training, call.has_graph, kind, call.sink is None, call.lse is None,
         call.query.dtype, call.query.shape[0] > 1, *sizes, *call.options,
     )  # fmt: skip
+
+
+def _is_redirected(args: tuple) -> bool:
+    """TRL calls a function through the forward of a model, so that wrappers notice it. The model is an argument."""
+    return bool(args) and isinstance(args[0], PreTrainedModel)
 
 
 def _configs(model: PreTrainedModel) -> list:

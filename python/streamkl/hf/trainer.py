@@ -8,10 +8,12 @@ trainer = DistillingSFTTrainer(model=student, args=arguments, train_dataset=data
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from ._capture import unwrap
 from ._distiller import AttentionDistiller
@@ -22,36 +24,51 @@ else:
     _Trainer = object  # the trainer comes after the mixin in the list of bases
 
 
-class _Mean:
-    """The weighted mean of the KL of every layer since the last reset."""
+class _Means:
+    """Means over all processes since the last reset: the KL of every layer, and the model's own loss."""
 
     def __init__(self) -> None:
-        self.sums: dict[Any, torch.Tensor] = {}
-        self.weight: Any = 0
+        self.sums: dict[str, torch.Tensor] = {}
+        self.weights: dict[str, Any] = {}
 
-    def add(self, losses: Mapping[Any, torch.Tensor], weight: Any) -> None:
-        for name, loss in losses.items():
-            self.sums[name] = self.sums.get(name, 0) + loss.detach().float() * weight
-        self.weight = self.weight + weight
+    def add(self, name: str, value: torch.Tensor, weight: Any) -> None:
+        """`value` is multiplied by its weight already."""
+        self.sums[name] = self.sums.get(name, 0) + value.detach().float()
+        self.weights[name] = self.weights.get(name, 0) + weight
 
     def metrics(self, gather, prefix: str = "") -> dict[str, float]:
-        """{"attention_kl": ..., "attention_kl_layer_0": ...} over all processes. Resets the mean."""
+        """{"attention_kl": ..., "attention_kl_layer_0": ..., "model_loss": ...}. Resets the means."""
         if not self.sums:
             return {}
-        weight = torch.as_tensor(self.weight, dtype=torch.float32, device=next(iter(self.sums.values())).device)
-        values = gather(torch.stack([*self.sums.values(), weight])[None]).sum(0)
-        names = [f"{prefix}attention_kl" + ("" if name == "all" else f"_layer_{name}") for name in self.sums]
-        self.sums, self.weight = {}, 0
-        return dict(zip(names, (values[:-1] / values[-1]).tolist()))
+        device = next(iter(self.sums.values())).device
+        weights = [torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in self.weights.values()]
+        values = torch.stack([torch.stack(list(self.sums.values())), torch.stack(weights)])
+        sums, total = gather(values[None]).sum(0)
+        names = [f"{prefix}{name}" for name in self.sums]
+        self.sums, self.weights = {}, {}
+        return dict(zip(names, (sums / total).tolist()))
+
+
+@dataclass
+class _Step:
+    """The rows that the KL of an optimizer step averages over."""
+
+    rows: list[torch.Tensor]  # of each micro-batch of this process
+    total: torch.Tensor  # of all processes
+    micro_batch: int = 0  # index of the current one
 
 
 class DistillationMixin(_Trainer):
     """Adds ``kl_weight`` times the attention KL to the loss of a Trainer. Put it before the trainer in the list of bases.
 
-    The KL of a micro-batch counts as its share of the label tokens of the whole step, as the loss of the model does. So
-    neither gradient accumulation nor the number of processes changes its weight. The logs contain ``attention_kl`` and
-    ``attention_kl_layer_<i>``, averaged over the logging window and over all processes, and evaluation reports
-    ``eval_attention_kl``. Checkpoints are those of the student; the teacher is not saved.
+    The KL of a step is the mean over all its rows, in all micro-batches and on all processes, whatever the loss of the
+    model divides by. So neither gradient accumulation nor the number of processes changes the gradient. A trainer that
+    generates its inputs inside ``training_step`` (on-policy GKD) does not know all rows in advance: there every
+    micro-batch counts the same. Without labels, the KL is the only loss of a plain Trainer.
+
+    The logs contain ``attention_kl``, ``attention_kl_layer_<i>`` and ``model_loss``, the loss without the KL, over the
+    logging window and all processes. Evaluation reports them as ``eval_attention_kl`` and so on; ``eval_loss`` includes
+    the KL, as ``loss`` does. Checkpoints are those of the student; the teacher is not saved.
 
     Args:
         teacher: the teacher; default: the ``teacher_model`` of the trainer, which GKDTrainer has.
@@ -71,8 +88,10 @@ class DistillationMixin(_Trainer):
         self.kl_weight, self._distiller_options = kl_weight, dict(distiller_options or {})
         self._teacher = teacher.to(self.args.device)
         self._distiller: AttentionDistiller | None = None
-        self._kl_means = {True: _Mean(), False: _Mean()}  # of training and evaluation
-        self._uncounted: tuple[bool, Any] | None = None  # (training, weight) of a KL that the means lack
+        self._means = {True: _Means(), False: _Means()}  # of training and evaluation
+        self._uncounted: tuple[bool, Any] | None = None  # (training, rows) of a KL that the means lack
+        self._step_rows: _Step | None = None
+        self._generated: Any = None  # the micro-batches that a trainer has generated for this step
         assert self.distiller  # its options are checked now
 
     @property
@@ -90,66 +109,146 @@ class DistillationMixin(_Trainer):
         with self.distiller:
             output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", args[4] if len(args) > 4 else "eval")
-        output.metrics.update(self._kl_means[False].metrics(self.accelerator.gather, f"{prefix}_"))
+        output.metrics.update(self._means[False].metrics(self.accelerator.gather, f"{prefix}_"))
         return output
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
+    # ---- Rows of a step ----------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args, **kwargs):
+        samples, items = super().get_batch_samples(*args, **kwargs)
+        self._step_rows = self._count_step(samples)
+        return samples, items
+
+    def _prepare_inputs(self, inputs):
+        inputs = super()._prepare_inputs(inputs)
+        generated = getattr(self, "_buffered_inputs", None)  # TRL's DistillationTrainer makes all of a step at once
+        if self.model.training and generated is not None and generated is not self._generated:
+            self._step_rows, self._generated = self._count_step(generated), generated
+        return inputs
+
+    def _count_step(self, samples) -> _Step | None:
+        """All processes take part. None if a sample does not tell its rows."""
+        counts = [self._count_rows(sample) for sample in samples]
+        rows = [count.to(self.args.device) for count in counts if count is not None]
+        own = torch.stack(rows).sum() if rows else torch.zeros((), dtype=torch.int64, device=self.args.device)
+        total = self.accelerator.gather(own[None]).sum()
+        return _Step(rows, total) if len(rows) == len(counts) else None
+
+    def _count_rows(self, inputs) -> torch.Tensor | None:
+        """Rows that the KL of a micro-batch averages over: tokens that are not padding, or that predict a label."""
+        if not isinstance(inputs, Mapping):
+            return None
+        if self.distiller.rows == "labels":
+            return self._count_labels(inputs)
+        if "completion_ids" in inputs:  # generated by TRL's DistillationTrainer
+            return inputs["prompt_mask"].sum() + inputs["completion_mask"].sum()
+        is_decoder = self.distiller.student.model.config.is_encoder_decoder and self.distiller.attention != "encoder"
+        mask = inputs.get("decoder_attention_mask" if is_decoder else "attention_mask")
+        if mask is not None and mask.dim() == 2:
+            return mask.sum()
+        names = ("decoder_input_ids", "labels") if is_decoder else ("input_ids", "inputs_embeds")
+        tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
+        return None if tokens is None else torch.tensor(tokens.shape[0] * tokens.shape[1])
+
+    def _count_labels(self, inputs) -> torch.Tensor | None:
         labels = inputs.get("labels")
-        if not self.distiller.attached:
+        if labels is None:
+            return None
+        model = self.distiller.student.model
+        of_own_token = getattr(model, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
+        is_shifted = not model.config.is_encoder_decoder and not of_own_token
+        return ((labels[..., 1:] if is_shifted else labels) != -100).sum()
+
+    # ---- The loss ----------------------------------------------------------------------------------------------------
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **kwargs):
+        distiller, labels = self.distiller, inputs.get("labels")
+        if not distiller.attached:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
-        items = self._count_items(inputs)
-        self.distiller.student.clear()
-        self.distiller.teacher.clear()
-        self.distiller.student.keep_graph = True  # SFTTrainer may run a second forward, for metrics
+        rows = self._count_rows(inputs)
+        distiller.student.clear()
+        distiller.teacher.clear()
+        distiller.student.keep_graph = True  # SFTTrainer may run a second forward, for metrics
         try:
-            answer = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+            loss, outputs = self._model_loss(model, inputs, return_outputs, num_items_in_batch, kwargs)
         finally:
-            self.distiller.student.keep_graph = False
-        loss, outputs = answer if return_outputs else (answer, None)
-        kl = self.distiller.loss(labels=labels)
-        self._uncounted = (model.training, 1 if items is None else items)
-        if not self.distiller.carried_layers:
+            distiller.student.keep_graph = False
+        is_split = distiller.parallel() is not None
+        kl = distiller.loss(labels=labels)
+        self._uncounted = (model.training, 1 if rows is None else rows.to(kl.device))
+        if not distiller.carried_layers:
             self._count_kl()
-        share = self._share(items, num_items_in_batch) if model.training else 1.0
-        loss = loss + self.kl_weight * share * kl.to(loss.device)
+        factor = self.kl_weight
+        if model.training:
+            steps, is_scaled = self.current_gradient_accumulation_steps, self._is_scaled(num_items_in_batch)
+            factor = factor * self._share(rows, is_split) * (1 if is_scaled else steps)  # Trainer divides by them
+            self._means[True].add("model_loss", loss if is_scaled else loss / steps, 1 / steps)
+        else:
+            size = find_batch_size(inputs) or 1
+            self._means[False].add("model_loss", loss * size, size)
+        loss = loss + factor * kl.to(loss.device)
         return (loss, outputs) if return_outputs else loss
+
+    def _model_loss(self, model, inputs, return_outputs, num_items_in_batch, kwargs) -> tuple[torch.Tensor, Any]:
+        """Loss and outputs of the trainer. A plain Trainer refuses inputs without labels: their loss is 0 here."""
+        if self._has_no_loss(inputs):
+            outputs = model(**inputs)
+            return torch.zeros((), device=self.args.device), outputs
+        answer = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        return answer if return_outputs else (answer, None)
+
+    def _has_no_loss(self, inputs) -> bool:
+        is_plain = super().compute_loss.__func__ is Trainer.compute_loss and self.compute_loss_func is None
+        return is_plain and not self.can_return_loss and all(inputs.get(name) is None for name in self.label_names)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if not self._has_no_loss(inputs):
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        return loss, None if prediction_loss_only else outputs.logits, None
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
         self._count_kl()  # if the backward had to bring it
+        if self._step_rows is not None:
+            self._step_rows.micro_batch += 1
         return loss
 
     def _count_kl(self) -> None:
         if self._uncounted is not None:
-            training, weight = self._uncounted
-            self._kl_means[training].add({"all": self.distiller.last_loss, **self.distiller.last_losses}, weight)
+            training, rows = self._uncounted
+            self._means[training].add("attention_kl", self.distiller.last_loss * rows, rows)
+            for i, kl in self.distiller.last_losses.items():
+                self._means[training].add(f"attention_kl_layer_{i}", kl * rows, rows)
             self._uncounted = None
 
-    def _count_items(self, inputs) -> torch.Tensor | None:
-        """Label tokens of a micro-batch, counted as Trainer counts those of the step."""
-        labels = inputs.get("shift_labels", inputs.get("labels"))
-        if labels is None:
-            return None
-        if "shift_labels" not in inputs and getattr(self, "_loss_shifts_labels", False):
-            labels = labels[..., 1:]
-        return (labels != -100).sum()
+    def _share(self, rows: torch.Tensor | None, is_split: bool) -> Any:
+        """The factor of a micro-batch's mean KL in the mean over the rows of the step.
 
-    def _share(self, items, num_items_in_batch):
-        """The factor of the mean KL of a micro-batch in the loss of the step."""
+        DDP averages gradients over the processes. If the trainer has replaced the inputs since they were counted, all
+        micro-batches count the same. Under context parallelism the inputs are a part of what was counted.
+        """
+        step, same = self._step_rows, 1 / self.current_gradient_accumulation_steps
+        if step is None or rows is None or step.micro_batch >= len(step.rows):
+            return same
+        counted = step.rows[step.micro_batch]
+        share = counted * self.accelerator.num_processes / step.total.clamp(min=1)
+        return share if is_split else torch.where(rows.to(counted.device) == counted, share, same)
+
+    def _is_scaled(self, num_items_in_batch) -> bool:
+        """Whether the loss of a micro-batch is a part of that of the step, so that Trainer does not divide it."""
         scaled = getattr(self, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            accepts = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-            scaled = accepts or self.compute_loss_func is not None
-        if not scaled:
-            return 1.0  # Trainer divides by the number of micro-batches
-        if items is None or num_items_in_batch is None:
-            return 1.0 / self.current_gradient_accumulation_steps
-        processes = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return items / torch.as_tensor(num_items_in_batch).clamp(min=1) * processes
+        if scaled is not None:
+            return scaled
+        return self.compute_loss_func is not None or (
+            self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        )
 
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:
-            logs.update(self._kl_means[True].metrics(self.accelerator.gather))
+            logs.update(self._means[True].metrics(self.accelerator.gather))
         return super().log(logs, *args, **kwargs)
 
 

@@ -1,0 +1,77 @@
+"""Output KL and language loss in chunks: those of whole logits in float64, without a tensor of tokens x vocabulary numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from streamkl.distill import _output_losses as chunked
+from streamkl.distill._objective import next_tokens
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 50, 8, 3, 11
+
+
+def problem(dtype=torch.float64, bias=True):
+    torch.manual_seed(0)
+    head_t, head_s = (torch.nn.Linear(WIDTH, VOCABULARY, bias=bias).to(dtype) for _ in range(2))
+    hidden_t, hidden_s = (3 * torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype) for _ in range(2))
+    labels = next_tokens(torch.randint(0, VOCABULARY, (BATCH, LENGTH)))
+    return head_t, head_s, hidden_t, hidden_s.requires_grad_(), labels
+
+
+def whole(head_t, head_s, hidden_t, hidden_s, labels):
+    """(output KL, language loss)"""
+    log_p, log_s = (head(hidden).log_softmax(-1) for head, hidden in ((head_t, hidden_t), (head_s, hidden_s)))
+    output = (log_p.exp() * (log_p - log_s)).sum(-1).mean()
+    return output, F.cross_entropy(head_s(hidden_s).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("logits", [1, 7 * VOCABULARY, 1 << 26], ids=["rows", "uneven", "whole"])
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 2.0), (0.7, 0.3)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_losses_and_gradients(monkeypatch, logits, weights, bias):
+    monkeypatch.setattr(chunked, "LOGITS", logits)
+    head_t, head_s, hidden_t, hidden_s, labels = problem(bias=bias)
+    inputs = [hidden_s, *head_s.parameters()]
+    expected = whole(head_t, head_s, hidden_t, hidden_s, labels)
+    total = weights[0] * expected[0] + weights[1] * expected[1]
+    gradients = torch.autograd.grad(3 * total, inputs)
+    given_t = hidden_t if weights[0] else None
+    found = chunked.output_losses(head_t, head_s, given_t, hidden_s, labels, weights, BATCH * (LENGTH - 1))
+    torch.testing.assert_close(found[0].double(), total.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[2].double(), expected[1].detach(), rtol=1e-6, atol=1e-6)
+    for a, b in zip(torch.autograd.grad(3 * found[0], inputs), gradients):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=1e-7)
+    rows = chunked.row_losses(head_t, head_s, hidden_t, hidden_s, labels)
+    torch.testing.assert_close(rows["output"].mean(), expected[0].detach())
+    torch.testing.assert_close(rows["language"].sum() / (BATCH * (LENGTH - 1)), expected[1].detach())
+
+
+def test_hidden_states_that_are_logits():
+    head_t, head_s, hidden_t, hidden_s, labels = problem()
+    logits_t, logits_s = head_t(hidden_t).detach(), head_s(hidden_s).detach().requires_grad_()
+    identity = torch.nn.Identity()
+    expected = sum(whole(identity, identity, logits_t, logits_s, labels))
+    total = chunked.output_losses(identity, identity, logits_t, logits_s, labels, (1.0, 1.0), BATCH * (LENGTH - 1))[0]
+    a, b = (torch.autograd.grad(each, logits_s)[0] for each in (total, expected))
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else [found]:
+            self.numel = max(self.numel, each.numel() if isinstance(each, torch.Tensor) else 0)
+        return found
+
+
+def test_no_tensor_has_tokens_times_vocabulary(monkeypatch):
+    monkeypatch.setattr(chunked, "LOGITS", 4 * VOCABULARY)
+    head_t, head_s, hidden_t, hidden_s, labels = problem(torch.float32)
+    with Largest() as largest:
+        chunked.output_losses(head_t, head_s, hidden_t, hidden_s, labels, (1.0, 1.0), 30)[0].backward()
+    assert largest.numel == VOCABULARY * WIDTH  # the gradient of the head

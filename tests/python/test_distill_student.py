@@ -1,0 +1,172 @@
+"""Students that streamkl-distill makes from a teacher: layers and heads of architectures whose layers differ."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from distill_cases import make_teacher, run, weights
+from hf_models import gpt_oss
+from hf_trainer_cases import make_tokenizer
+
+from streamkl.distill._make_student import make_student
+from streamkl.distill._options import Options, UserError
+
+SMALL = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=4, pad_token_id=0)
+FAST = dict(steps=2, needles=0, eval_sequences=1)
+
+
+def deepseek(layers=4, heads=4):
+    """MLA: a head has 8 + 4 numbers of queries, 8 of values and 4 of RoPE, which config.head_dim is."""
+    config = transformers.DeepseekV3Config(
+        **SMALL, num_hidden_layers=layers, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
+        moe_intermediate_size=16, first_k_dense_replace=1,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM._from_config(config)
+
+
+def smollm3(layers=4, heads=4):
+    """Every fourth layer has no RoPE."""
+    config = transformers.SmolLM3Config(**SMALL, num_hidden_layers=layers, num_key_value_heads=2)
+    return transformers.SmolLM3ForCausalLM._from_config(config)
+
+
+def jamba(layers=4, heads=4):
+    """Every second layer attends, the others are Mamba's; the config has no list of them."""
+    config = transformers.JambaConfig(
+        **SMALL, num_hidden_layers=layers, num_key_value_heads=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1,
+        num_experts_per_tok=1, mamba_d_state=4, use_mamba_kernels=False,
+    )  # fmt: skip
+    return transformers.JambaForCausalLM._from_config(config)
+
+
+def falcon_h1(layers=4, heads=4):
+    """Attention and Mamba side by side."""
+    from transformers.models.falcon_h1 import modeling_falcon_h1
+
+    if not hasattr(modeling_falcon_h1, "create_causal_mask"):
+        pytest.skip(
+            "this release of transformers makes the masks of FalconH1 for its own attention implementations only"
+        )
+    config = transformers.FalconH1Config(
+        **SMALL, num_hidden_layers=layers, num_key_value_heads=2, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8,
+        mamba_d_state=8, mamba_chunk_size=16,
+    )  # fmt: skip
+    return transformers.FalconH1ForCausalLM._from_config(config)
+
+
+def llava(layers=4, heads=4):
+    """Its vision tower has as many layers as its language model."""
+    text = dict(model_type="llama", **SMALL, num_hidden_layers=layers, num_key_value_heads=2)
+    vision = dict(model_type="clip_vision_model", hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+                  num_attention_heads=4, image_size=8, patch_size=4)  # fmt: skip
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_id=99)
+    return transformers.LlavaForConditionalGeneration._from_config(config)
+
+
+def made(teacher, **options):
+    return make_student(Options(**options), teacher)
+
+
+@pytest.mark.parametrize(
+    "make", [deepseek, smollm3, jamba, falcon_h1, gpt_oss, llava], ids=lambda make: make.__name__
+)
+def test_runs(tmp_path, make):
+    """Layers and heads together, from folder to folder."""
+    make_teacher(tmp_path, make)
+    data = np.load(tmp_path / "data.npy") % 99  # 99 is the token of an image
+    np.save(tmp_path / "data.npy", data)
+    assert run(tmp_path, "out", **FAST) == 0
+    assert len(weights(tmp_path / "out")) > 10
+
+
+@pytest.mark.parametrize("how", ["mean", "pick"])
+def test_heads_of_latent_attention(how):
+    """Each projection has its own head size."""
+    teacher = deepseek()
+    student = made(teacher, student_heads=2, init_heads=how)
+    (attention_t, attention_s) = (model.model.layers[3].self_attn for model in (teacher, student))
+    for name, size in ("q_b_proj", 12), ("kv_b_proj", 16), ("o_proj", 8):
+        weight_t, weight_s = (getattr(each, name).weight for each in (attention_t, attention_s))
+        if name == "o_proj":
+            weight_t, weight_s = weight_t.T, weight_s.T
+        heads = weight_t.unflatten(0, (2, 2, size))
+        group = heads[:, 0] if how == "pick" else heads.sum(1) if name == "o_proj" else heads.mean(1)
+        torch.testing.assert_close(weight_s.unflatten(0, (2, size)), group)
+    with pytest.raises(UserError, match="--student-key-heads=1: must be 0: multi-head latent attention"):
+        made(teacher, student_heads=2, student_key_heads=1)
+
+
+def test_fused_projection():
+    """Rows of queries, then of keys, then of values."""
+    config = transformers.Phi3Config(**SMALL, num_hidden_layers=1, num_key_value_heads=2)
+    teacher = transformers.Phi3ForCausalLM._from_config(config)
+    student = made(teacher, student_heads=2)
+    (qkv_t, qkv_s) = (model.model.layers[0].self_attn.qkv_proj.weight for model in (teacher, student))
+    expected = [part.unflatten(0, (-1, 2, 8)).mean(1).flatten(0, 1) for part in qkv_t.split([32, 16, 16])]
+    torch.testing.assert_close(qkv_s, torch.cat(expected))
+
+
+def test_sinks_of_heads():
+    teacher = gpt_oss()
+    student = made(teacher, student_heads=2)
+    (sinks_t, sinks_s) = (model.model.layers[0].self_attn.sinks for model in (teacher, student))
+    torch.testing.assert_close(sinks_s, sinks_t.unflatten(0, (2, 2)).mean(1))
+
+
+@pytest.mark.parametrize("chosen", [[1, 3], [0, 1], [3, 2]])
+def test_lists_by_layer(tmp_path, chosen):
+    """A student layer uses RoPE where its teacher layer does: in memory, and when it is loaded again."""
+    teacher = smollm3()
+    assert [layer.self_attn.use_rope for layer in teacher.model.layers] == [1, 1, 1, 0]
+    made(teacher, student_layers=2, init_layers=chosen).save_pretrained(tmp_path)
+    student = transformers.SmolLM3ForCausalLM.from_pretrained(tmp_path)
+    for i, j in enumerate(chosen):
+        assert student.model.layers[i].self_attn.use_rope == teacher.model.layers[j].self_attn.use_rope
+
+
+def test_periods_by_layer():
+    """Layers 0 and 2 of the teacher are Mamba's: the student's, too, start from those."""
+    teacher = jamba()
+    student = made(teacher, student_layers=2)
+    for i, j in (0, 0), (1, 3):
+        a, b = (model.model.layers[at].state_dict() for model, at in ((student, i), (teacher, j)))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    with pytest.raises(UserError, match="student layer 0 is no copy of teacher layer 1: .* choose other layers"):
+        made(teacher, student_layers=2, init_layers=[1, 3])
+
+
+def test_vision_tower_stays():
+    """Its layers are no layers of the language model."""
+    teacher = llava()
+    student = made(teacher, student_layers=2)
+    assert student.config.text_config.num_hidden_layers == 2 and student.config.vision_config.num_hidden_layers == 4
+    a, b = (model.model.vision_tower.state_dict() for model in (student, teacher))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_encoder_decoders_are_refused():
+    config = transformers.T5Config(vocab_size=100, d_model=32, d_ff=64, num_layers=2, num_heads=4, d_kv=8)
+    with pytest.raises(
+        UserError, match="T5ForConditionalGeneration is an encoder-decoder: pass a student of your own"
+    ):
+        made(transformers.T5ForConditionalGeneration._from_config(config), student_layers=1)
+
+
+def test_another_tokenizer_of_the_same_size(tmp_path, capsys):
+    """The student's tokenizer has the same number of tokens, and two of them change places."""
+    make_teacher(tmp_path)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    student = dict(student=tmp_path / "student", student_layers=None, student_heads=None)
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "teacher").save_pretrained(tmp_path / "student")
+    tokenizer.save_pretrained(tmp_path / "student")
+    assert run(tmp_path, "same", **FAST, **student) == 0
+    path = tmp_path / "student/tokenizer.json"
+    path.write_text(path.read_text().replace('"w1":', '"w?":').replace('"w2":', '"w1":').replace('"w?":', '"w2":'))
+    capsys.readouterr()
+    assert run(tmp_path, "other", **FAST, **student) == 2
+    error = capsys.readouterr().err
+    assert (
+        f"--student {tmp_path / 'student'}: its tokenizer differs" in error and "token 4 is 'w2', not 'w1'" in error
+    )

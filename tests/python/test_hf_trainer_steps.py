@@ -1,0 +1,51 @@
+"""The gradient of a step does not depend on how it is divided into micro-batches and processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cases import LONG
+from hf_trainer_cases import TRAINERS, check, run_step
+
+SCRIPT = Path(__file__).parent / "hf_trainer_cases.py"
+OTHERS = [name for name in TRAINERS if name not in ("plain", "unlabelled")]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 8])
+@pytest.mark.parametrize("rows", ["all", "labels"])
+def test_trainer(tmp_path, rows, accumulate):
+    """The micro-batches have different shares of padding and of labels."""
+    check(*run_step(tmp_path, "plain", accumulate, rows), rows)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 8])
+def test_without_labels(tmp_path, accumulate):
+    check(*run_step(tmp_path, "unlabelled", accumulate))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 8] if LONG else [2])
+@pytest.mark.parametrize("name", OTHERS)
+def test_trl(tmp_path, name, accumulate):
+    pytest.importorskip("trl")
+    check(*run_step(tmp_path, name, accumulate))
+
+
+@pytest.mark.parametrize("name", TRAINERS if LONG else ["plain"])
+def test_two_processes(tmp_path, name):
+    accumulations = ["1", "2", "8"] if LONG else ["2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        SCRIPT,
+        tmp_path,
+        name,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    answer = subprocess.run([*command, *accumulations], capture_output=True, text=True, timeout=600, env=environment)
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert answer.stdout.count(": equal\n") == len(accumulations), answer.stdout
