@@ -97,8 +97,8 @@ typedef struct refusal {
 #define SET(member, to) SET_IN(skl_stats, member, to)
 static const refusal refusals[] = {
     {{SET(struct_size, 8)}, "stats.struct_size=8: must be the sizeof of the struct, "},
-    {{SET(row_begin, INT64_MIN)}, "stats.row_begin=-9223372036854775808: must be "},
-    {{SET(row_end, INT64_MAX)}, "stats.row_end=9223372036854775807: must be "},
+    {{SET(row_begin, -((int64_t)1 << 41))}, "stats.row_begin=-2199023255552: must be "},
+    {{SET(row_end, (int64_t)1 << 41)}, "stats.row_end=2199023255552: must be "},
     {{SET(per_key_head, 2)}, "stats.per_key_head=2: must be 0..1"},
     {{SET(distance_count, 0)}, "stats.distance_count=0: must be 1..64"},
     {{SET(distance_count, 65)}, "stats.distance_count=65: must be 1..64"},
