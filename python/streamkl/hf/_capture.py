@@ -87,7 +87,10 @@ class Step:
     @property
     def is_generation(self) -> bool:
         """A forward of generate(), which nothing is learnt from."""
-        return not self.has_graph and self.kwargs.get("past_key_values") is not None
+        given = (
+            self.kwargs.get(name) for name in ("past_key_values", "cache_position")
+        )  # the latter in transformers 5.0
+        return not self.has_graph and any(each is not None for each in given)
 
     def read_keys(self, call: Call) -> Keys:
         if self._read_keys is None:  # not when it is made: torch.compile would trace that

@@ -22,13 +22,18 @@ class _Row(NamedTuple):
     keys: torch.Tensor  # [len_k] bool: those of its sequence that the masks of attention_kl show
 
 
-@torch.no_grad()
 def prove_pair(pair: Pair, cache: RowCache) -> float:
     """Compares some rows of the arguments of attention_kl with both layers.
 
     Returns the share of the teacher's attention, in these rows, on keys that the student does not attend to.
     """
-    (q_t, _, q_s, _), options, rows = pair.arguments(cache)
+    arguments = pair.arguments_to_prove(cache)
+    with torch.no_grad():
+        return _prove(pair, *arguments)
+
+
+def _prove(pair: Pair, tensors: list[torch.Tensor], options: dict[str, Any], rows: Rows) -> float:
+    q_t, _, q_s, _ = tensors
     heads_t, heads_s = (
         ([*pair.heads.values()], [*pair.heads]) if pair.heads is not None else (slice(None), slice(None))
     )
@@ -46,8 +51,11 @@ def prove_pair(pair: Pair, cache: RowCache) -> float:
                 raise _fault(pair, row, "other queries")
             if lse is not None and not _has_lse(layer, row, common, heads, _take(lse, row, 1)):
                 raise _fault(pair, row, "LSEs of other keys")
-        p = _attention(pair.t, row, seen_t).p
-        outside.append(p[..., ~common.to(p.device)].sum(-1).mean())
+        if not torch.equal(seen_t, common):
+            p = _attention(pair.t, row, seen_t).p
+            outside.append(p[..., ~common.to(p.device)].sum(-1).mean())
+        else:
+            outside.append(torch.zeros((), device=pair.t.q.device))
     return float(torch.stack(outside).mean()) if outside else 0.0
 
 
@@ -98,7 +106,7 @@ def _some_rows(options: dict[str, Any], rows: Rows, layer: Layer) -> Iterator[_R
     cu_q, cu_k = options["cu_seqlens_q"].tolist(), options["cu_seqlens_k"].tolist()
     total, order = cu_k[-1], rows.keys.order
     token_of_key = torch.arange(total, device=layer.q.device) if order is None else order
-    for number in sorted({0, len(cu_q) // 2 - 1, len(cu_q) - 2}):
+    for number in sorted({0, len(cu_q) - 2}):
         first, end = cu_q[number : number + 2]
         for row in sorted({first, (first + end) // 2, end - 1} if first < end else set()):
             token = row if rows.queries.order is None else int(rows.queries.order[row])

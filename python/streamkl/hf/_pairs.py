@@ -68,6 +68,7 @@ class Pair:
     s: Layer
     heads: dict[int, int] | None  # {student head: teacher head}
     sinks: Sinks = "both"
+    _kept: Any = None  # arguments() that a proof has read and the loss takes
 
     def loss(
         self, row_weight: torch.Tensor | None, direction: Direction, relations: tuple[Relation, ...], temperature: float,
@@ -135,10 +136,18 @@ class Pair:
         s = attend(q_s[:, :, rows], k_s, self.s.scale, self.s.softcap, sinks.get("sink_s"), seen).p
         return p.unflatten(1, (s.shape[1], -1)).mean(2), s
 
+    def arguments_to_prove(self, cache: RowCache) -> tuple[list[torch.Tensor], dict[str, Any], Rows]:
+        """The arguments of the attention, which the next call of arguments() returns again: packing them takes time."""
+        self._kept = self.arguments(cache)
+        return self._kept
+
     def arguments(
         self, cache: RowCache, relation: Relation = "qk", temperature: float = 1.0
     ) -> tuple[list[torch.Tensor], dict[str, Any], Rows]:
         """Tensors and options of attention_kl, and how the rows of the batch are packed in them."""
+        if self._kept is not None and (relation, temperature) == ("qk", 1.0):
+            kept, self._kept = self._kept, None
+            return kept
         self._check()
         rows = cache.rows(self.t, self.s, self.where)
         (q_t, k_t, q_s, k_s), lses = self._tensors(relation, cache, temperature)

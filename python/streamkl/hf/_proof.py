@@ -16,7 +16,7 @@ import torch
 from ._attention import Call, fixed_rows
 from ._keys import Keys, Refused
 
-# Error of an output in units of sum_j p_j |v_j| (2 + the largest logit): what rounding explains, and no more.
+# Error of an output in units of sum_j p_j max |v_j| (2 + the largest logit): what rounding explains, and no more.
 _ROUNDING = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 _TF32 = 1e-3
 
@@ -110,7 +110,8 @@ class _Proof:
 
     def _error(self, attention: Attention) -> torch.Tensor:
         """[batch, rows, heads, dim_v]: the difference to the output, in units that _ROUNDING bounds."""
-        unit = _values(attention.p * (2 + attention.largest[..., None]), self.v.abs()).amax(-1, keepdim=True)
+        size = torch.linalg.vector_norm(self.v, math.inf, -1, keepdim=True, dtype=torch.float32)
+        unit = _values(attention.p, size) * (2 + attention.largest).transpose(1, 2)[..., None]
         error = (self.output.float() - _values(attention.p, self.v)).abs() / unit.clamp(min=1e-30)
         return torch.where(self.kept[..., None, None], error.nan_to_num(nan=math.inf), 0.0)
 
