@@ -158,7 +158,7 @@ typedef enum struct_index { PROBLEM, OPTIONS, INPUTS, ROWS, GRADIENTS, ATTENTION
 
 static const struct_type struct_types[STRUCT_COUNT] = {
     [PROBLEM] = EXTENDED("problem", skl_problem, row_bounds, reserved),
-    [OPTIONS] = EXTENDED("options", skl_options, gpu, gpu),
+    [OPTIONS] = EXTENDED("options", skl_options, gpu, cancel),
     [INPUTS] = EXTENDED("inputs", skl_inputs, key_begin, sink_s),
     [ROWS] = UNCHANGED("rows", skl_rows, mass),
     [GRADIENTS] = EXTENDED("gradients", skl_gradients, dsink_t, dsink_s),

@@ -31,7 +31,7 @@ HEADER = (Path(__file__).parents[2] / "include/streamkl.h").read_text()
 C_TYPES = {
     "size_t": ctypes.c_size_t, "int32_t": ctypes.c_int32, "uint32_t": ctypes.c_uint32, "int64_t": ctypes.c_int64,
     "float": ctypes.c_float, "void *": ctypes.c_void_p, "const char *": ctypes.c_char_p,
-    "skl_progress": ctypes.c_void_p,
+    "skl_progress": ctypes.c_void_p, "const int32_t *": ctypes.c_void_p,
 }  # fmt: skip
 
 
