@@ -380,9 +380,8 @@ typedef struct skl_options {
     void *progress_user;   /* CPU: first argument of `progress` */
     const char *gpu;       /* SKL_CUDA: explains the launches on a GPU that need not be here: a100, b200, h100, h200,
                             * l40s or rtx5090. Such a plan runs nothing. NULL: device_index, on this machine */
-    const int32_t
-        *cancel; /* CPU: run calls of the plan end with SKL_ERROR_CANCELLED within a tile after another
-                  * thread or a signal handler sets *cancel to other than 0; NULL: they are never cancelled */
+    const int32_t *cancel; /* CPU: run calls end with SKL_ERROR_CANCELLED within a tile after another thread or a
+                            * signal handler sets this flag to other than 0; NULL: nothing cancels calls */
 } skl_options;
 
 typedef enum skl_op {
