@@ -133,8 +133,7 @@ def _retrieve(retrieval: Retrieval, distiller, outputs: tuple[Outputs, Outputs],
     ids = batch.ids.to(outputs_s.model.device)
     hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
     retrieval.add_attention(distiller.pairs(), batch)
-    distiller.student.clear()
-    distiller.teacher.clear()
+    distiller.drop()
     if not _has_answers(outputs):
         return
     answers = batch.answers().to(ids.device)

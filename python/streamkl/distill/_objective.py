@@ -35,16 +35,16 @@ class Objective(torch.nn.Module):
         return self.distiller if "attention" in self.weights else nullcontext()
 
     def pairs_in_words(self, ids: torch.Tensor) -> list[str]:
-        """Which layer and heads of the student learn from which of the teacher."""
-        lines = []
+        """Which layer and heads of the student learn from which of the teacher, and what of the teacher the KL leaves out."""
         with self.distiller as distiller, torch.no_grad():
             self._others[1].hidden(ids)
-            for (i, j), pair in distiller.pairs().items():
-                heads_t, heads_s = pair.t.q.shape[1], pair.s.q.shape[1]
-                lines.append(f"layer {i:3} of {heads_s} heads learns from teacher layer {j:3} of {heads_t} heads")
-            distiller.student.clear()
-            distiller.teacher.clear()
-        return lines
+            pairs = distiller.pairs()
+            distiller.loss()
+        return [
+            f"{pair.s.name} ({pair.s.q.shape[1]} heads) learns from {pair.t.name} ({pair.t.q.shape[1]} heads); "
+            f"{distiller.outside.get(key, 0.0):.1%} of the teacher's attention is on keys that the student does not see"
+            for key, pair in pairs.items()
+        ]
 
     @property
     def config(self) -> Any:

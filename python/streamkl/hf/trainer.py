@@ -166,8 +166,7 @@ class DistillationMixin(_Trainer):
         if not distiller.attached:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         rows = self._count_rows(inputs)
-        distiller.student.clear()
-        distiller.teacher.clear()
+        distiller.drop()
         distiller.student.keep_graph = True  # SFTTrainer may run a second forward, for metrics
         try:
             loss, outputs = self._model_loss(model, inputs, return_outputs, num_items_in_batch, kwargs)
