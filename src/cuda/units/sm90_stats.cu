@@ -10,4 +10,4 @@
                .top = SKL_LAUNCHER(sm90, type, stats, sm90::launch_top<SKL_ELEMENT(type)>))
 
 STATS(bf16, softcap)
-STATS(f16, linear)
+STATS(f16, plain)

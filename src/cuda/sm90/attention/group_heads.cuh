@@ -219,8 +219,6 @@ __device__ inline log_probability capped_log_probability(float product, const sk
 {
     if (LOGITS == logits_kind::EXACT && !argument.capped)
         return {__fadd_rn(__fmul_rn(product, argument.scale), minus_lse), 1.0F};
-    if (LOGITS == logits_kind::EXACT && argument.linear)
-        return {__fadd_rn(linear_logit(product), minus_lse), linear_slope(product)};
     const bool fast = LOGITS == logits_kind::POLYNOMIAL;
     const float ratio = fast ? polynomial_tanh(product, argument) : tanhf(product * argument.scale);
     const float factor = fast ? argument.tanh_factor : argument.softcap_2;
