@@ -5,7 +5,7 @@
 #define SKL_SM90_GROUPS(type, cap)                                                                                   \
     SKL_KERNEL(                                                                                                      \
         sm90, type, groups, "teacher groups, dim <= 128" SKL_DETAIL_##cap, .does = SKL_DOES_GROUPS,                  \
-        .dim_max = SKL_GROUP_DIM_MAX, .softcap = SKL_SOFTCAP_##cap,                \
+        .dim_max = SKL_GROUP_DIM_MAX, .softcap = SKL_SOFTCAP_##cap,                                                  \
         .forward = SKL_LAUNCHER(sm90, type, groups, sm90::launch_group_rows<SKL_ELEMENT(type), SKL_SOFTCAP_##cap>),  \
         .fused = SKL_LAUNCHER(sm90, type, groups, sm90::launch_group_fused<SKL_ELEMENT(type), SKL_SOFTCAP_##cap>))
 
