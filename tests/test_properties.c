@@ -435,7 +435,8 @@ static const test_case peaked_teachers[] = {
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        TRIALS(small_teacher_gradients_of_groups, peaked_teachers, .check = check_small_teacher_gradients),
+        TRIALS(small_teacher_gradients_of_groups, peaked_teachers, .prepare = fixture_solve,
+               .check = check_small_teacher_gradients),
         TRIALS(equal_models_have_kl_0, twins, .every_kind = 1, .check = check_equal_models),
         TRIALS(equal_models_have_kl_0_in_one_pass, twins, .check = check_equal_models_in_one_pass),
         TRIALS(equal_heads_of_a_group_have_kl_0, equal_heads, .check = check_equal_heads),

@@ -255,18 +255,6 @@ static const char *launch_mistake(const skl_cuda_launches *launches, const skl_c
     return NULL;
 }
 
-/* Bytes of the plan's workspace that the launches of an operation can have. A one-pass call with sinks keeps one
- * float per row at its end. */
-static size_t usable_size(const skl_plan *plan, skl_op op)
-{
-    const size_t size = skl_plan_workspace_size(plan, op);
-    const bool keeps_rows = plan->problem.sinks && op == SKL_OP_FORWARD_BACKWARD;
-    const size_t rows_size = (size_t)skl_state_count(&plan->problem) * sizeof(float);
-    return keeps_rows
-               ? size - (rows_size + SKL_WORKSPACE_ALIGNMENT - 1) / SKL_WORKSPACE_ALIGNMENT * SKL_WORKSPACE_ALIGNMENT
-               : size;
-}
-
 /* Whether two lists launch the same kernels in the same way. */
 static bool launches_equal(const skl_cuda_launches *a, const skl_cuda_launches *b)
 {
@@ -308,10 +296,7 @@ static void check_request(checked_plan *checked, const skl_cuda_request *request
     const char *mistake = launch_mistake(&launches, target);
     if (mistake == NULL)
         mistake = part_mistake(parts, launches.count + 1, launches.workspace_size);
-    const bool after_rows =
-        plan->problem.sinks && request->op == SKL_OP_BACKWARD; /* also a step of a one-pass call */
-    if (mistake == NULL && (launches.workspace_size > usable_size(plan, request->op) ||
-                            (after_rows && launches.workspace_size > usable_size(plan, SKL_OP_FORWARD_BACKWARD))))
+    if (mistake == NULL && launches.workspace_size > skl_plan_workspace_size(plan, request->op))
         mistake = "the plan's workspace is too small";
     if (mistake != NULL)
         fail_plan(checked, request, layout, &launches, mistake);

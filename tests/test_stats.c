@@ -195,6 +195,19 @@ static void test_indexers_have_no_statistics(void **state)
     skl_plan_destroy(plan);
 }
 
+static void test_linear_links_have_no_statistics(void **state)
+{
+    (void)state;
+    skl_problem problem = skl_problem_default();
+    problem.dim_t = problem.dim_s = 4;
+    problem.link_s = SKL_LINK_LINEAR;
+    skl_plan *const plan = test_plan(&problem, NULL, 1);
+    assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), 0);
+    assert_false(skl_plan_supports(plan, SKL_OP_ATTENTION_STATS));
+    assert_non_null(strstr(skl_last_error(), "link_s=1: skl_attention_stats needs SKL_LINK_SOFTMAX"));
+    skl_plan_destroy(plan);
+}
+
 /* ---- Explanation ------------------------------------------------------------------------------------------------
  */
 
@@ -224,7 +237,7 @@ int main(void)
     const int64_t sample = test_environment("SKL_TEST_SAMPLE", 1), work = test_environment("SKL_TEST_WORK", 1000);
     const size_t random_count = (size_t)(test_environment("SKL_TEST_RANDOM", 40) / sample);
     random_case *const drawn = calloc(2 * random_count + 1, sizeof *drawn);
-    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 5, sizeof *tests);
+    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 6, sizeof *tests);
     if (drawn == NULL || tests == NULL)
         return 2;
     size_t count = 0, small = 0;
@@ -233,10 +246,12 @@ int main(void)
                                              (void *)(uintptr_t)&ordered[n]};
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_invalid_arguments_are_refused);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_indexers_have_no_statistics);
+    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_linear_links_have_no_statistics);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_the_passes_of_a_cpu_are_explained);
     for (size_t n = 0; n < test_case_count; n++) {
         const test_case *const c = &test_cases[n];
-        if (c->index_heads > 0 || !is_small(c) || case_work(c) > work * MILLION || small++ % (size_t)sample != 0)
+        if (c->index_heads > 0 || c->linear || !is_small(c) || case_work(c) > work * MILLION ||
+            small++ % (size_t)sample != 0)
             continue;
         tests[count++] = (struct CMUnitTest){c->name, test_one_case, NULL, NULL, (void *)(uintptr_t)c};
     }
@@ -246,7 +261,7 @@ int main(void)
         else
             case_draw_wide(&drawn[n], (int64_t)n, n % 10 == 0);
         const test_case *const c = &drawn[n].test_case;
-        if (c->index_heads == 0 && is_small(c))
+        if (c->index_heads == 0 && !c->linear && is_small(c))
             tests[count++] = (struct CMUnitTest){drawn[n].name, test_one_case, NULL, NULL, (void *)(uintptr_t)c};
     }
     const int failures = test_run("stats", tests, test_shard(tests, count));

@@ -223,6 +223,8 @@ skl_status skl_op_check(skl_op op)
 
 skl_status skl_op_check_for(const skl_problem *p, skl_op op)
 {
+    if (op == SKL_OP_ATTENTION_STATS && p->link_s != SKL_LINK_SOFTMAX)
+        return skl_fail(SKL_ERROR_ARGUMENT, "link_s=%d: skl_attention_stats needs SKL_LINK_SOFTMAX", (int)p->link_s);
     if (op == SKL_OP_ATTENTION_STATS && skl_is_indexer(p))
         return skl_fail(SKL_ERROR_ARGUMENT, "student=%d: skl_attention_stats needs SKL_STUDENT_ATTENTION",
                         (int)p->student);

@@ -5,6 +5,11 @@
 
 #include "base/status.h"
 
+int skl_has_statistics(const skl_problem *problem)
+{
+    return !skl_is_indexer(problem) && problem->link_s == SKL_LINK_SOFTMAX;
+}
+
 uint32_t skl_stats_bits(const skl_stats *stats)
 {
     const struct {

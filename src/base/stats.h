@@ -31,6 +31,9 @@ enum {
     SKL_STATS_RANGES = SKL_STATS_RANGE_MASS | SKL_STATS_RANGE_SUM
 };
 
+/* Whether a problem's student has statistics: softmax attention has. */
+int skl_has_statistics(const skl_problem *problem);
+
 /* The results that have a buffer. */
 uint32_t skl_stats_bits(const skl_stats *stats);
 

@@ -59,7 +59,7 @@ static size_t workspace_size(const skl_plan *plan, skl_op op)
         return shared_begin(plan, op) + key_sums_size(plan);
     if (op != SKL_OP_ATTENTION_STATS)
         return shared_begin(plan, op);
-    return skl_is_indexer(&plan->problem) ? 0 : shared_begin(plan, op) + skl_cpu_stats_size(plan);
+    return !skl_has_statistics(&plan->problem) ? 0 : shared_begin(plan, op) + skl_cpu_stats_size(plan);
 }
 
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)

@@ -67,6 +67,12 @@ static bool stats_begin(stats_tile *s, const skl_task *task, int64_t head, int64
     return any;
 }
 
+/* log p = x - lse. A given LSE may be rounded to a number below a logit of the row. */
+SKL_INLINE vec log_p_of(vec x, vec lse)
+{
+    return vec_at_most(vec_of(0.0F), x - lse);
+}
+
 /* p[key][lane] of a panel from its logits; 0 for pairs that are masked. */
 static void panel_probabilities(const stats_tile *s, int64_t panel, logits x, const key_tile *keys, float *p)
 {
@@ -76,7 +82,7 @@ static void panel_probabilities(const stats_tile *s, int64_t panel, logits x, co
         const logits lane_x = {x.data + column, x.scale};
         const vec lse = vec_load(s->lse + row);
         for (int32_t key = 0; key < keys->count; key++) {
-            const vec seen = (vec)((ivec)exp_vec(logit_at(lane_x, key) - lse) & lane_mask(&lanes, key));
+            const vec seen = (vec)((ivec)exp_vec(log_p_of(logit_at(lane_x, key), lse)) & lane_mask(&lanes, key));
             vec_store(p + key * PANEL + column, seen);
         }
     }
@@ -102,7 +108,7 @@ static void add_entropy(const stats_tile *s, int64_t row, logits x, const float 
     const vec lse = vec_load(s->lse + row);
     vec sum = {0};
     for (int32_t key = 0; key < key_count; key++)
-        sum += mass_times(vec_load(p + key * PANEL), lse - logit_at(x, key));
+        sum += mass_times(vec_load(p + key * PANEL), -log_p_of(logit_at(x, key), lse));
     dvec_store(s->entropy + row, dvec_load(s->entropy + row) + dvec_of(sum));
 }
 
@@ -305,7 +311,8 @@ static void store_top(const stats_tile *s, int64_t i)
         if (keys != NULL)
             keys[n] = key;
         if (p != NULL)
-            p[n] = key < 0 ? 0.0F : exp_vec(vec_of(s->top_x[i * SKL_STATS_TOP_MAX + n] - s->lse[i]))[0];
+            p[n] =
+                key < 0 ? 0.0F : exp_vec(log_p_of(vec_of(s->top_x[i * SKL_STATS_TOP_MAX + n]), vec_of(s->lse[i])))[0];
     }
 }
 

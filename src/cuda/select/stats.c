@@ -135,7 +135,7 @@ static void find_needs(const choice *s, stats_needs *needs, const char **reason,
 /* Why there is no kernel; NULL: there is one. */
 static const char *why_none(const skl_problem *p)
 {
-    return skl_is_indexer(p)                                              ? "an indexer"
+    return !skl_has_statistics(p)                                         ? "an indexer or a linear link"
            : p->dim_s > SKL_STATS_DIM_MAX                                 ? "heads of more than 256 dimensions"
            : p->len_q >= SKL_ROWS_MAX || p->len_k >= SKL_ROWS_MAX         ? "sequences of 2^30 rows or more"
            : p->batch * p->heads_s * SKL_STATS_TOP_CANDIDATES > INT32_MAX ? "more than ten million heads"
