@@ -118,7 +118,7 @@ _PROBLEM_FIELDS, _PLAN_OPTION_FIELDS = _fields_of(_SKL_PROBLEM), _fields_of(_SKL
 class SklProblem(ctypes.Structure):
     """skl_problem."""
 
-    _fields_ = [("struct_size", ctypes.c_size_t), *_PROBLEM_FIELDS.items()]
+    _fields_ = [("struct_size", ctypes.c_size_t), *_PROBLEM_FIELDS.items(), ("reserved", ctypes.c_int32)]
 
 
 class SklOptions(ctypes.Structure):

@@ -110,9 +110,10 @@ def entropy(q: torch.Tensor, k: torch.Tensor, **options: Unpack[AttentionOptions
     for name in sorted(_OF_TEACHERS & options.keys()):
         raise ValueError(f"{name}: entropy() has no teacher; leave it out")
     check_tensors("entropy", q=q, k=k, optional={})
-    reduction, row_weight = options.pop("reduction", "mean"), options.pop("row_weight", None)
-    uniform = torch.zeros_like(q, requires_grad=False), torch.zeros_like(k, requires_grad=False)
-    kl, log_n, _ = attention_kl(*uniform, q, k, direction="reverse", reduction="none", return_lse=True, **options)
+    reduction, row_weight = options.get("reduction", "mean"), options.get("row_weight")
+    asked: AttentionOptions = {**options, "direction": "reverse", "reduction": "none", "row_weight": None}
+    uniform_q, uniform_k = (torch.zeros_like(tensor, requires_grad=False) for tensor in (q, k))
+    kl, log_n, _ = attention_kl(uniform_q, uniform_k, q, k, return_lse=True, **asked)
     attends = ~log_n.isinf()
     rows = torch.where(attends, log_n, 0.0) - kl
     if row_weight is not None and row_weight.dim() < rows.dim():
