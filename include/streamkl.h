@@ -198,9 +198,9 @@ typedef struct skl_problem {
     int32_t row_bounds; /* 1: a query attends only to keys within the bounds of its row, inputs.key_begin and
                          * inputs.key_end, and the other masks apply as well */
     int32_t sinks;      /* 1: every softmax has a sink: see below */
-    skl_link link_s;  /* SKL_LINK_LINEAR: attention, KL(P || S) and skl_forward, skl_backward, ... alone, no SKL_DV_S,
-                       * scale_s = softcap_s = 0 */
-    int32_t reserved; /* 0 */
+    skl_link link_s;    /* SKL_LINK_LINEAR needs SKL_STUDENT_ATTENTION, KL(P || S), scale_s = softcap_s = 0 and no
+                         * SKL_DV_S;    it has no statistics */
+    int32_t reserved;   /* 0 */
 } skl_problem;
 
 /* A sink is one more outcome of P and S that belongs to no key. Its logit is a number per head, inputs.sink_t and
