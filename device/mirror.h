@@ -40,7 +40,7 @@ void mirror_destroy(mirror *tensors);
 /* Any of the three may be NULL. On failure device_error() says why. */
 skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_gradients *gradients);
 
-/* The same for the results of skl_attention_stats that a tool asks for: those without key ranges, top keys and chosen
+/* Mirrors the results of skl_attention_stats that a tool asks for: those without key ranges, top keys and chosen
  * rows. */
 skl_status mirror_stats(mirror *tensors, skl_inputs *inputs, skl_stats *stats);
 

@@ -43,7 +43,7 @@ def retrieval_scores(model, vocabulary, length=64):
     once = torch.randint(vocabulary, (1, length))
     with AttentionStats(model, want=["top_keys"], top_k=1) as stats, torch.no_grad():
         model(input_ids=torch.cat([once, once], 1))
-        target = torch.arange(1, length)  # of queries length .. 2 length - 2
+        target = torch.arange(1, length)  # one for each of the queries length .. 2 length - 2
         return torch.stack([(found.top_keys[0, :, length:-1, 0] == target).float().mean(-1) for found in stats])
 
 

@@ -26,7 +26,7 @@ typedef struct oracle_stats {
  * does not write. Aborts when memory runs out. */
 oracle_stats oracle_stats_run(const skl_problem *problem, const skl_inputs *inputs, const skl_stats *stats);
 
-/* The same code compiled in float. */
+/* Runs the code of oracle_stats compiled in float. */
 oracle_stats oracle_stats_run_f32(const skl_problem *problem, const skl_inputs *inputs, const skl_stats *stats);
 
 void oracle_stats_free(oracle_stats *stats);

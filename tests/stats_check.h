@@ -15,7 +15,7 @@ typedef struct stats_setup {
     oracle_stats exact, naive;
 } stats_setup;
 
-/* Which options a setup has. */
+/* The options of a setup. */
 typedef enum stats_kind {
     STATS_PLAIN,    /* all rows of weight 1, the LSE computed */
     STATS_WEIGHTED, /* random weights, some of them 0, a range of rows, key heads, a wider LSE given */

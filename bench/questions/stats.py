@@ -1,7 +1,7 @@
 """Times statistics of one attention compared with the KL forward and with what PyTorch offers for sums over rows.
 
     bench/run.py stats                                 # all cases
-    bench/run.py stats --only N=8192                   # those whose name contains the text
+    bench/run.py stats --only N=8192                   # shapes whose name contains the text
     bench/run.py stats --csv bench/results/stats.csv   # appends the results
 
     KL forward    skl_forward of two such attentions: two products and two exponentials per pair

@@ -34,9 +34,9 @@ typedef struct command_line {
  */
 int options_parse(const command_line *command, int argc, char **argv, void *request);
 
-extern const cli_option mask_options[];   /* of an skl_problem */
-extern const cli_option logit_options[];  /* of an skl_problem: scales, softcaps and direction */
-extern const cli_option engine_options[]; /* of an skl_options: device, threads and kernel */
+extern const cli_option mask_options[];   /* masks of an skl_problem */
+extern const cli_option logit_options[];  /* scales, softcaps and direction of an skl_problem */
+extern const cli_option engine_options[]; /* device, threads and kernel of an skl_options */
 
 option_parser parse_flag;   /* int32_t, set to 1; for options without an argument */
 option_parser parse_string; /* const char *, not copied */

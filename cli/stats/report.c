@@ -58,7 +58,7 @@ static void distance_shares(const stats_results *r, const skl_problem *p, int64_
 
 typedef struct heavy_key {
     int64_t batch, key; /* packed: batch 0, key of the buffer */
-    double share;       /* of all sums */
+    double share;       /* its part of the sum of all keys, 0 to 1 */
 } heavy_key;
 
 static int by_share(const void *a, const void *b)

@@ -17,7 +17,7 @@ typedef struct stats_results {
     plan_runner runner;
     double seconds;
     int64_t sum_heads; /* heads of key_sum and key_max */
-    int32_t buckets;   /* of distance_mass: as many as the keys need */
+    int32_t buckets;   /* number of distances in distance_mass: as many as the keys need */
     float *key_sum, *key_max;
     float *lse, *entropy, *max_logit, *expected_distance;
     float *head_max_logit, *distance_mass;

@@ -37,7 +37,7 @@ class Term:
     with_value: bool = True  # the KL of each row is still to be computed
     # The lengths are those of packed sequences, in which the rows of the batch follow each other.
     packs_batch: bool = False
-    plan: lib.Plan | None = None  # of the attention and its KL, if the call has looked it up
+    plan: lib.Plan | None = None  # computes the attention and its KL; None until the call has looked it up
     _weights: float | torch.Tensor | None = None  # see weights()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:

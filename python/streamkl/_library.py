@@ -198,7 +198,7 @@ def check(status: int) -> None:
 
 # ---- Interrupts ----------------------------------------------------------------------------------------------------
 
-_cancel = ctypes.c_int32(0)  # of all plans; CPU calls end early while it is not 0
+_cancel = ctypes.c_int32(0)  # shared by all plans; CPU calls end early while it is not 0
 
 
 def check_interruptible(call: Callable[[], int]) -> None:

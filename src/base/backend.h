@@ -13,7 +13,7 @@ typedef struct skl_call {
     skl_gradients gradients;
     skl_output o_s;                 /* the output that SKL_OP_ATTENTION_FORWARD stores; else no data */
     const skl_attention *attention; /* the student's own, in host memory; NULL without one */
-    const skl_stats *stats;         /* of SKL_OP_ATTENTION_STATS, in host memory; else NULL */
+    const skl_stats *stats;         /* requests of SKL_OP_ATTENTION_STATS, in host memory; else NULL */
     skl_range keys;                 /* all keys, or the range of skl_partial */
     skl_row_state *states;
     void *workspace;

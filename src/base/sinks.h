@@ -35,12 +35,12 @@ SKL_HOST_DEVICE double skl_lse_with_sink(double lse, double sink)
 /* The LSEs to which the logits of a row are relative, all with sinks. */
 typedef struct skl_row_lses {
     int64_t group;    /* teacher heads of the student head */
-    const float *t;   /* of the first of them; NULL: logits are not relative */
+    const float *t;   /* LSE of the first of them; NULL: logits are not relative */
     int64_t stride_t; /* from teacher head to teacher head */
-    const float *s;   /* of the student; NULL: logits are not relative */
+    const float *s;   /* LSE of the student; NULL: logits are not relative */
 } skl_row_lses;
 
-/* Those of a one-pass call. */
+/* The LSEs that a one-pass call is given. */
 SKL_HOST_DEVICE skl_row_lses skl_given_lses(const skl_problem *p, const skl_inputs *inputs, const skl_sequence *s,
                                             int64_t head, int64_t i)
 {

@@ -27,7 +27,7 @@ enum {
     SKL_STATS_OF_EVERY_ROW = SKL_STATS_LSE | SKL_STATS_ENTROPY | SKL_STATS_MAX_LOGIT | SKL_STATS_EXPECTED_DISTANCE |
                              SKL_STATS_RANGE_MASS | SKL_STATS_TOP | SKL_STATS_WEIGHTS,
     SKL_STATS_OF_ONE_PASS = SKL_STATS_ENTROPY | SKL_STATS_MAX_LOGIT | SKL_STATS_EXPECTED_DISTANCE |
-                            SKL_STATS_HEAD_MAX_LOGIT, /* of rows, each a number per row or head */
+                            SKL_STATS_HEAD_MAX_LOGIT, /* each is a number per row or head */
     SKL_STATS_RANGES = SKL_STATS_RANGE_MASS | SKL_STATS_RANGE_SUM
 };
 

@@ -14,7 +14,7 @@ typedef struct skl_tiles {
     int64_t queries, keys; /* per task: of forward and backward_queries, of backward_keys */
 } skl_tiles;
 
-/* What the rows of a query tile add to the statistics of their head. */
+/* The rows of a query tile add these sums to the statistics of their head. */
 typedef struct skl_tile_sums {
     double bucket[SKL_STATS_BUCKETS_MAX];
     double range[SKL_STATS_RANGES_MAX];
@@ -55,8 +55,8 @@ typedef struct skl_cpu_work {
     void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
     /* Statistics of attention; NULL for indexers. */
     size_t (*stats_scratch_size)(const skl_problem *problem); /* bytes per thread */
-    void (*stats_rows)(const skl_task *task); /* of a query tile: its rows, and its part of the head's sums */
-    void (*stats_keys)(const skl_task *task); /* of a key tile; `head` is that of the result */
+    void (*stats_rows)(const skl_task *task); /* computes the rows of a query tile, and its part of the head's sums */
+    void (*stats_keys)(const skl_task *task); /* computes a key tile; `head` is that of the result */
 } skl_cpu_work;
 
 typedef struct skl_cpu_works {

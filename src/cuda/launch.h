@@ -38,7 +38,7 @@ typedef struct skl_cuda_params {
                              * NULL without row bounds */
 } skl_cuda_params;
 
-/* What a launch of attention statistics computes, and its part of the workspace. */
+/* A launch of attention statistics: its results, and its part of the workspace. */
 typedef struct skl_stats_layout {
     uint32_t results;                     /* SKL_STATS_* */
     int32_t chunks;                       /* parts of the query tiles of a head and sequence; a block processes one */

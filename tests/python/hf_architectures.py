@@ -187,7 +187,7 @@ class NeedsMore(Exception):
 def tiny_config(config_class):
     """A config of 2 layers, or of one layer of each type that its default has."""
     if not isinstance(config_class, type):
-        return config_class()  # of MEDIA
+        return config_class()  # a class of MEDIA
     default = config_class()
     if config_class.sub_configs:
         inner = {name: getattr(default, name, None) for name in config_class.sub_configs}

@@ -16,7 +16,7 @@ from hf_models import batch, llama
 from streamkl.hf import DistillationMixin
 
 SEQUENCES = 16
-WEIGHT = 1000.0  # of the KL: its gradient is what remains when that of the trainer's own loss is subtracted
+WEIGHT = 1000.0  # the KL's weight: its gradient is what remains when that of the trainer's own loss is subtracted
 
 
 class Records:

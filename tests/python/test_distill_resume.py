@@ -99,7 +99,8 @@ def test_resume_extends_a_finished_run(folder, capsys):
     assert run(folder, "extended", "--resume", **FAST, steps=5) == 0
     log = [json.loads(line) for line in (folder / "extended/log.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
-    assert log[3]["rate"] == pytest.approx(3e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * 3 / 5))))  # that of 5 steps
+    # The rate is that of a run of 5 steps.
+    assert log[3]["rate"] == pytest.approx(3e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * 3 / 5))))
     assert run(folder, "extended", "--resume", **FAST, steps=4) == 2
     assert "--steps=4: " in (error := capsys.readouterr().err) and "has taken 5 steps: must be 5.." in error
 

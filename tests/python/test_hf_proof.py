@@ -83,7 +83,7 @@ def test_attention_that_differs_from_its_arguments_is_refused(name, role):
     transformers.AttentionMaskInterface.register("odd", eager_mask)
     models = dict(teacher=make(), student=make())
     if make is not gpt_oss:
-        models[role].config.attn_logit_softcapping = None  # which sdpa does not have
+        models[role].config.attn_logit_softcapping = None  # sdpa has no softcap
         for layer in models[role].model.layers:
             layer.self_attn.attn_logit_softcapping = None
     models[role].set_attn_implementation("odd")

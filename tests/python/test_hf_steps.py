@@ -98,7 +98,7 @@ def test_the_teacher_runs_in_eval_mode_and_its_mode_is_restored():
         student(**inputs)
         expected = distiller.loss()
         for run in (lambda: None, lambda: teacher(**inputs)):
-            teacher.train()  # as the train() of a module that contains it
+            teacher.train()  # a module that contains it may call this
             run()
             student(**inputs)
             torch.testing.assert_close(distiller.loss(), expected)

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import state_dict as distributed
 from ._options import Options, UserError
 
 NAME = "checkpoint.safetensors"
-_ENTRY = {"step", "loss", "rate", "memory", "tokens_per_second", "seconds"}  # of a line of the history, at least
-_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # of AdamW, for each weight
+# A line of the history has at least these.
+_ENTRY = {"step", "loss", "rate", "memory", "tokens_per_second", "seconds"}
+_MOMENTS = {"step", "exp_avg", "exp_avg_sq"}  # AdamW keeps these for each weight
 _FULL = distributed.StateDictOptions(full_state_dict=True, cpu_offload=True)
 _SOME = distributed.StateDictOptions(
     full_state_dict=True, cpu_offload=True, strict=False
@@ -132,7 +133,7 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
             f"{path}: was written by a run on other data: use the same files and, without --held-out, the same "
             "--eval-sequences, or start again with --overwrite"
         )
-    state.setdefault("steps", written.get("steps"))  # of earlier versions
+    state.setdefault("steps", written.get("steps"))  # earlier versions wrote no steps
     state.setdefault("measured", [])
     _check_progress(path, state)
     if state["step"] > options.steps:

@@ -140,7 +140,7 @@ def _config_of(teacher: Any, sizes: _Sizes, chosen: list[int]) -> Any:
         text, "qk_rope_head_dim", None
     )
     if (hasattr(text, "head_dim") or sizes.has_rope) and not is_derived:
-        text.head_dim = head_dim  # of a model without RoPE, neighboring heads may become one wide head
+        text.head_dim = head_dim  # without RoPE, neighboring heads may become one wide head
     for name, value in lists.items():
         setattr(text, name, value)
     config.dtype = torch.float32
@@ -229,7 +229,7 @@ def _with_fewer_heads(name: str, weight: torch.Tensor, shape: torch.Size, sizes:
     if len(different) != 1 or not parts or weight.shape[d] * heads_s != shape[d] * heads_t:
         raise UserError(f"--student-heads: {name} is {list(weight.shape)} in the teacher and {list(shape)} in the student: "
                         f"which part is a head's is not known: {_FOLDER}")  # fmt: skip
-    size = weight.shape[d] // heads_t  # of one head
+    size = weight.shape[d] // heads_t  # rows of one head
     reduced, begin = [], 0
     for count_t, count_s in parts:
         heads = weight.narrow(d, begin, count_t * size).unflatten(d, (count_s, count_t // count_s, size))

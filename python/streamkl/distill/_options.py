@@ -186,7 +186,7 @@ class Options:
     def as_toml(self) -> str:
         lines = ["# Options of streamkl-distill; --options FILE reads them again."]
         for name, value in dataclasses.asdict(self).items():
-            if name in ("resume", "overwrite", "dry_run"):  # of this call, not of the run
+            if name in ("resume", "overwrite", "dry_run"):  # these belong to this call, not to the run
                 continue
             lines.append(f"{_dashed(name)} = {json.dumps(value, ensure_ascii=False)}")  # these values are valid TOML
         return "\n".join(lines) + "\n"
@@ -206,7 +206,7 @@ _RANGES = {
 }  # fmt: skip
 
 
-# What people type who know other programs, accepted without a line in --help.
+# Names that other programs have, accepted without a line in --help.
 _ALIASES = {
     "--lr": "rate", "--learning-rate": "rate", "--batch-size": "batch", "--per-device-train-batch-size": "batch",
     "--gradient-accumulation-steps": "accumulate", "--max-steps": "steps", "--seq-len": "context", "--seq-length": "context",

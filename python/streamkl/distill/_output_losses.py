@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-LOGITS = 1 << 26  # of a chunk
+LOGITS = 1 << 26  # numbers in a chunk
 
 
 def output_losses(

@@ -140,8 +140,8 @@ class Recorder:
         self.captures: list[Capture] = []
         self.needs_values = False
         self.carries = False  # its attention can carry the KL
-        self.step: Step | None = None  # of the forward that runs now
-        self._verify: set[Verify] = set()  # of the captures
+        self.step: Step | None = None  # belongs to the forward that runs now
+        self._verify: set[Verify] = set()  # the choices of all captures
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation

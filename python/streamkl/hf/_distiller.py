@@ -139,7 +139,7 @@ class AttentionDistiller:
             raise ValueError("parallel: a distiller takes context_group alone, no tensor_group and no loss_group")
         self._asked_parallel = parallel or Parallel()
         self._depth = 0
-        self._modes: dict[torch.nn.Module, bool] = {}  # of the teacher, before attach()
+        self._modes: dict[torch.nn.Module, bool] = {}  # training modes of the teacher before attach()
         self._verify, self._proven = verify, set()  # type: Verify, set[tuple]
         self.outside: dict[tuple[int, int], float] = {}
         """The share of the teacher's attention outside of the keys that both attend to, of the pairs where it is not 0."""

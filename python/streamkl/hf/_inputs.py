@@ -56,7 +56,7 @@ def _needs_labels(student: Capture, given: dict[str, Any]) -> bool:
 
 def _check_vocabulary(teacher: Capture, student: Capture, given: dict[str, Any]) -> None:
     ids = given.get("input_ids")
-    if ids is None:  # of a model that sees or hears
+    if ids is None:  # a model that sees or hears has none
         return
     sizes = [capture.model.get_input_embeddings().num_embeddings for capture in (teacher, student)]
     if sizes[1] > sizes[0] and (largest := int(ids.max())) >= sizes[0]:
@@ -119,7 +119,7 @@ def check_packing(student: Capture, layers: list[Layer]) -> None:
     if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
         return
     token = torch.arange(positions.shape[1], device=positions.device)
-    begin = torch.where(positions == 0, token, 0).cummax(1).values  # of the sequence of each token
+    begin = torch.where(positions == 0, token, 0).cummax(1).values  # where the sequence of each token begins
     for layer in layers:
         if layer.keys is None or layer.refusal is not None or layer.kind == "cross" or layer.keys.len_q != len(token):
             continue

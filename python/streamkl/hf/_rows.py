@@ -25,7 +25,7 @@ class _Side:
 class Rows:
     """How the rows of a batch are packed; `queries` is None if they are not."""
 
-    masks: dict[str, Any]  # of attention_kl: causal and window_size, or row bounds
+    masks: dict[str, Any]  # arguments of attention_kl: causal and window_size, or row bounds
     queries: _Side | None = None
     keys: _Side | None = None
     # Of a sample: its share of the rows, and the tokens of [batch * length] that count and attend to a key.

@@ -53,8 +53,8 @@ class _Means:
 class _Step:
     """The rows that the KL of an optimizer step averages over."""
 
-    rows: list[torch.Tensor]  # of each micro-batch of this process
-    total: torch.Tensor  # of all processes
+    rows: list[torch.Tensor]  # counted in each micro-batch of this process
+    total: torch.Tensor  # rows of all processes
     micro_batch: int = 0  # index of the current one
 
 
@@ -88,7 +88,7 @@ class DistillationMixin(_Trainer):
         self.kl_weight, self._distiller_options = kl_weight, dict(distiller_options or {})
         self._teacher = teacher.to(self.args.device)
         self._distiller: AttentionDistiller | None = None
-        self._means = {True: _Means(), False: _Means()}  # of training and evaluation
+        self._means = {True: _Means(), False: _Means()}  # training has one, and evaluation the other
         self._uncounted: tuple[bool, Any] | None = None  # (training, rows) of a KL that the means lack
         self._step_rows: _Step | None = None
         self._generated: Any = None  # the micro-batches that a trainer has generated for this step

@@ -13,7 +13,7 @@
 typedef struct argument {
     logits x;
     const float *lse; /* [height] */
-    float scale;      /* of the side, for the chain rule to q and k */
+    float scale;      /* logit scale of the side, for the chain rule to q and k */
     logit_link link;
     float *gradient; /* [key][height] of the tile, or NULL */
 } argument;

@@ -23,7 +23,7 @@ typedef struct stats_tile {
     double *range;              /* [height][SKL_STATS_RANGES_MAX] */
     float *top_x;               /* logits of the top keys, largest first: [height][SKL_STATS_TOP_MAX] */
     int32_t *top_key;           /* -1: none */
-    skl_tile_sums *sums;        /* of the tile's rows, for the results of its head */
+    skl_tile_sums *sums;        /* sums over the tile's rows, for the results of its head */
 } stats_tile;
 
 static float *stats_lay_out(stats_tile *s, const skl_problem *p, float *scratch)

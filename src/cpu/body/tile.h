@@ -374,7 +374,7 @@ static void panel_dots(float *x, const skl_side *side, key_view k, const float *
     matrix_product(&operands, false);
 }
 
-/* The same; with a softcap the capped logit, with a linear link the logarithm. */
+/* x[key][lane] = logits of one panel: products, capped logits with a softcap, logarithms with a linear link. */
 static void panel_logits(float *x, const skl_side *side, key_view k, const float *qT, int64_t columns,
                          int64_t key_count)
 {

@@ -21,7 +21,7 @@ __device__ inline float linear_slope(float product)
     return fminf(__frcp_rn(product), FLT_MAX);
 }
 
-/* The same from the logit. */
+/* linear_slope, from the logit. */
 __device__ inline float linear_slope_of_logit(float logit)
 {
     return fminf(ex2(-logit), FLT_MAX);

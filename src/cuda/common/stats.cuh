@@ -1,4 +1,4 @@
-/* What the kernels of attention statistics share: parameters, the tiles of a block, and the results of a row.
+/* The kernels of attention statistics share parameters, the tiles of a block, and the results of a row.
  *
  * The tiles of a kernel are queries. Sums of keys therefore cross tiles: a block owns a chunk of the tiles of a head,
  * processes them in order, and adds to a slot of key sums that no other block adds to. A later launch adds the slots.
@@ -30,9 +30,9 @@ constexpr float STATS_MASKED_LOGIT = -3e38F;     /* P = 0, and P log P = 0 */
  * the chunks of a causal mask have the same work. */
 struct stats_chunk {
     skl_sequence sequence;
-    int64_t number; /* of the sequence */
+    int64_t number; /* number of the sequence */
     int head, chunk, chunks;
-    int tile_rows, tiles, first_tile; /* of the sequence */
+    int tile_rows, tiles, first_tile; /* query tiles of the sequence */
 
     /* False: the chunk has no tile. */
     __device__ bool find(const stats_params &params, int64_t of_sequence, int of_head, int of_chunk, int rows_of_tile)

@@ -22,7 +22,7 @@ namespace tensor_core
 
 constexpr int STATS_TILE_THREADS = 256;
 
-/* Of one query, in the scratch. */
+/* The scratch of one query. */
 struct stats_row_scratch {
     float distances[SKL_STATS_SUMS], ranges[SKL_STATS_SUMS];
     uint64_t candidates[TOP_CANDIDATES];
@@ -47,10 +47,10 @@ template <typename PRODUCT> struct stats_tiles {
     static constexpr int QUERIES = PRODUCT::QUERIES, PER_ROW = STATS_TILE_THREADS / QUERIES;
     const stats_params &params;
     stats_tile_memory<PRODUCT> &memory;
-    stats_row_scratch *scratch; /* of the block's queries */
+    stats_row_scratch *scratch; /* one for each of the block's queries */
     int first;                  /* query of the tile */
-    row_totals totals;          /* of the thread's part of a row */
-    float head_sum;             /* of the chunk: thread n has the sum of distance n, or of range n - SKL_STATS_SUMS */
+    row_totals totals;          /* sums over the thread's part of a row */
+    float head_sum; /* sum over the chunk: thread n has the sum of distance n, or of range n - SKL_STATS_SUMS */
 
     __device__ bool wants(uint32_t results) const
     {

@@ -46,7 +46,7 @@ static const skl_cuda_kernel *kernel_of(const choice *s, const skl_problem *stud
 static int32_t chunks_of(const skl_problem *p, int64_t tile_rows, int64_t blocks)
 {
     const int64_t heads = skl_max(1, p->batch * p->heads_s), tiles = skl_ceil_div(p->len_q, tile_rows);
-    const int64_t enough = 15; /* of 16 */
+    const int64_t enough = 15; /* sixteenths */
     int64_t best = 1, best_share = 0;
     for (int64_t chunks = 1; chunks <= tiles && chunks <= skl_ceil_div(2 * blocks, heads); chunks++) {
         const int64_t used = heads * chunks, share = 16 * used / (skl_ceil_div(used, blocks) * blocks);
@@ -66,11 +66,12 @@ static size_t scratch_size(int64_t blocks, int64_t tile_rows, size_t size)
     return (size_t)(blocks * tile_rows) * size;
 }
 
-/* What the launches of a call need. */
+/* The needs of a call's launches. */
 typedef struct stats_needs {
-    const skl_cuda_kernel *kernel, *tiles; /* of Hopper or of any GPU; of what goes through shared memory */
-    uint32_t columns, top, masses;         /* results of Hopper's kernels, and of the one for tiles */
-    skl_stats_layout layout;               /* of tiles */
+    const skl_cuda_kernel *kernel; /* computes columns */
+    const skl_cuda_kernel *tiles;  /* computes results that go through shared memory */
+    uint32_t columns, top, masses; /* results of Hopper's kernels, and of the one for tiles */
+    skl_stats_layout layout;       /* layout of the tiles */
     int32_t column_chunks, top_blocks, tile_rows;
 } stats_needs;
 
@@ -94,7 +95,7 @@ static size_t lay_out(const choice *s, stats_needs *needs)
     return layout->scratch_at + (of_tiles > of_top ? of_tiles : of_top);
 }
 
-/* What all launches of a call have in common. */
+/* All launches of a call share these. */
 typedef struct stats_launches {
     const choice *s;
     skl_stats_layout layout;

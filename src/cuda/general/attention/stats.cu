@@ -16,7 +16,7 @@ struct general_stats_product {
 
     memory &shared;
     pipeline<COLUMNS> pipe;
-    /* Of the current tile: */
+    /* The current tile has these: */
     const tensor_core::stats_chunk *chunk;
     int first;
 

@@ -18,7 +18,7 @@
 namespace sm90
 {
 
-/* What the logits of an instance are: multiples of products; capped, or computed with care for a linear link; or
+/* The logits of an instance: multiples of products; capped, or computed with care for a linear link; or
  * those of a B with a linear link, whose usual stages have a path of their own. */
 enum logit_form { PLAIN_LOGITS, CAPPED_LOGITS, LINEAR_LOGITS };
 
@@ -35,7 +35,7 @@ inline cudaError_t with_softcap(const skl_cuda_params &params, const LAUNCH &lau
         return cudaErrorInvalidValue;
 }
 
-/* With tanhf, or the logarithm of a linear link; right for every product. */
+/* The logit by tanhf, or by the logarithm of a linear link: right for every product. */
 __device__ inline float exact_logit(float product, const skl_cuda_argument &argument)
 {
     if (argument.linear)

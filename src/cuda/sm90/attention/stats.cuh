@@ -72,11 +72,11 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
     static constexpr bool KEYS_ARE_ROWS = true;
     static constexpr bool KEEPS_LSE = !WEIGHTED; /* in registers */
 
-    /* Of a warpgroup's queries. */
+    /* Results of a warpgroup's queries. */
     struct shared {
         row_ranges<STATS_QUERIES> visible; /* keys of the sequence */
         float lse2[STATS_QUERIES], weight[STATS_QUERIES];
-        float totals[4][3][STATS_QUERIES]; /* of each warp: entropy, distance, maximum */
+        float totals[4][3][STATS_QUERIES]; /* entropy, distance and maximum of each warp */
     };
 
     float *sums; /* key sums that this thread adds to, from key 0 of the sequence on; NULL: none */

@@ -69,7 +69,7 @@ template <typename CONSUMER> struct stats_smem {
     }
 };
 
-/* What a warpgroup knows. */
+/* The state of a warpgroup. */
 template <typename SMEM> struct stats_position {
     const stats_params &params;
     const stats_maps &maps;

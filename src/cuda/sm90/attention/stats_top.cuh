@@ -26,14 +26,14 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
     static constexpr int DIM = D;
     static constexpr bool KEYS_ARE_ROWS = false;
 
-    /* Of a warpgroup's queries. */
+    /* Results of a warpgroup's queries. */
     struct shared {
         row_ranges<STATS_QUERIES> visible; /* keys of the sequence */
         float threshold[STATS_QUERIES];    /* smaller products are no candidates */
         int count[STATS_QUERIES];          /* candidates */
     };
 
-    float threshold[2]; /* of the thread's two rows */
+    float threshold[2]; /* one for each of the thread's two rows */
 
     __device__ shared &rows() const
     {
