@@ -28,6 +28,7 @@ struct head {
     oracle_sequence sequence;
     int64_t b, h;
     int64_t key_sum, query_sum; /* roundings of a sum over keys, and over rows */
+    real *q, *k;                /* [len_q, dim] and [len_k, dim] */
 };
 
 static oracle_array array_of(int64_t count, double value)
@@ -64,24 +65,30 @@ static real read_row(const struct head *head, const skl_input *rows, int64_t i)
     return (real)((const float *)rows->data)[at];
 }
 
+/* `count` rows of a head from the `first` on. */
+static real *read_head(const struct head *head, const skl_input *from, int64_t h, int64_t first, int64_t count)
+{
+    const skl_problem *const p = head->problem;
+    const int64_t begin = head->sequence.batch * from->stride_batch + h * from->stride_head;
+    real *const rows = malloc(((size_t)(count * p->dim_s) + 1) * sizeof(real));
+    if (!rows)
+        abort();
+    for (int64_t n = 0; n < count * p->dim_s; n++)
+        rows[n] = (real)oracle_read(p->dtype_s, from->data,
+                                    begin + (first + n / p->dim_s) * from->stride_row + n % p->dim_s);
+    return rows;
+}
+
 /* x_ij = softcap(scale * <q, k>). Roundings: every product, the logit. */
 static void find_logit(const struct head *head, int64_t i, int64_t j, real *x, real *rounding)
 {
     const skl_problem *const p = head->problem;
-    const skl_input *const q = &head->inputs->q_s, *const k = &head->inputs->k_s;
-    const int64_t key_heads = p->key_heads_s ? p->key_heads_s : p->heads_s;
-    const int64_t at_q = head->sequence.batch * q->stride_batch + head->h * q->stride_head +
-                         (head->sequence.first_q + i) * q->stride_row;
-    const int64_t at_k = head->sequence.batch * k->stride_batch +
-                         head->h / (p->heads_s / key_heads) * k->stride_head +
-                         (head->sequence.first_k + j) * k->stride_row;
+    const real *const q = head->q + i * p->dim_s, *const k = head->k + j * p->dim_s;
     const real scale = p->scale_s != 0 ? (real)p->scale_s : 1 / sqrt((real)p->dim_s), cap = (real)p->softcap_s;
     real dot = 0, products = 0;
     for (int64_t d = 0; d < p->dim_s; d++) {
-        const real product =
-            (real)oracle_read(p->dtype_s, q->data, at_q + d) * (real)oracle_read(p->dtype_s, k->data, at_k + d);
-        dot += product;
-        products += fabs(product);
+        dot += q[d] * k[d];
+        products += fabs(q[d] * k[d]);
     }
     *x = cap > 0 ? cap * tanh(scale * dot / cap) : scale * dot;
     const real slope = cap > 0 ? 1 - *x / cap * (*x / cap) : 1;
@@ -201,22 +208,23 @@ static void put_ranges(const struct head *head, const struct row *row, real w)
 /* The n-th largest p. It changes by at most the largest change of any p. */
 static void put_top(const struct head *head, const struct row *row)
 {
-    const int64_t count = head->stats->top_k, seen = row->keys.end - row->keys.begin;
+    const int64_t count = head->stats->top_k;
+    int64_t found = 0;
     real largest_rounding = 0;
-    real *const sorted = malloc(((size_t)seen + 1) * sizeof(real));
-    if (!sorted)
+    real *const largest = malloc(((size_t)count + 1) * sizeof(real)); /* in descending order */
+    if (!largest)
         abort();
-    for (int64_t n = 0; n < seen; n++) {
-        const real p = row->p[row->keys.begin + n];
-        int64_t at = n;
-        for (; at > 0 && sorted[at - 1] < p; at--)
-            sorted[at] = sorted[at - 1];
-        sorted[at] = p;
-        largest_rounding = fmax(largest_rounding, row->p_rounding[row->keys.begin + n]);
+    for (int64_t j = row->keys.begin; j < row->keys.end; j++) {
+        int64_t at = found;
+        for (; at > 0 && largest[at - 1] < row->p[j]; at--)
+            largest[at] = largest[at - 1];
+        largest[at] = row->p[j];
+        found += found < count;
+        largest_rounding = fmax(largest_rounding, row->p_rounding[j]);
     }
-    for (int64_t n = 0; n < count && n < seen; n++)
-        put(&head->out->top_p, row->at * count + n, sorted[n], largest_rounding);
-    free(sorted);
+    for (int64_t n = 0; n < found; n++)
+        put(&head->out->top_p, row->at * count + n, largest[n], largest_rounding);
+    free(largest);
 }
 
 /* ---- Sums over rows ------------------------------------------------------------------------------------------- */
@@ -281,10 +289,15 @@ static void solve_row(const struct head *head, struct row *row)
         add_row(head, row, w);
 }
 
-static void solve_head(const struct head *head)
+static void solve_head(struct head *head)
 {
     const skl_problem *const p = head->problem;
+    const oracle_sequence *const sequence = &head->sequence;
     const int64_t length_q = p->packed ? p->total_q : p->len_q;
+    const int64_t key_heads = p->key_heads_s ? p->key_heads_s : p->heads_s;
+    const int64_t key_head = head->h / (p->heads_s / key_heads);
+    head->q = read_head(head, &head->inputs->q_s, head->h, sequence->first_q, sequence->len_q);
+    head->k = read_head(head, &head->inputs->k_s, key_head, sequence->first_k, sequence->len_k);
     real *const scratch = malloc(4 * ((size_t)p->len_k + 1) * sizeof(real));
     if (!scratch)
         abort();
@@ -292,11 +305,11 @@ static void solve_head(const struct head *head)
                       .x_rounding = scratch + p->len_k,
                       .p = scratch + 2 * p->len_k,
                       .p_rounding = scratch + 3 * p->len_k};
-    for (row.i = 0; row.i < head->sequence.len_q; row.i++) {
-        row.at = (head->sequence.batch * p->heads_s + head->h) * length_q + head->sequence.first_q + row.i;
+    for (row.i = 0; row.i < sequence->len_q; row.i++) {
+        row.at = (sequence->batch * p->heads_s + head->h) * length_q + sequence->first_q + row.i;
         solve_row(head, &row);
     }
-    free(scratch);
+    free(scratch), free(head->q), free(head->k);
 }
 
 oracle_stats ORACLE_STATS(const skl_problem *p, const skl_inputs *inputs, const skl_stats *stats)
@@ -321,15 +334,15 @@ oracle_stats ORACLE_STATS(const skl_problem *p, const skl_inputs *inputs, const 
     for (int64_t b = 0; b < p->batch; b++)
         for (int64_t h = 0; h < p->heads_s; h++) {
             /* Equal terms can all round in the same direction. */
-            const struct head head = {.problem = p,
-                                      .inputs = inputs,
-                                      .stats = stats,
-                                      .out = &out,
-                                      .sequence = oracle_sequence_at(p, inputs, b),
-                                      .b = b,
-                                      .h = h,
-                                      .key_sum = repeated_keys ? p->len_k + 1 : 1,
-                                      .query_sum = repeated_queries ? p->len_q * p->heads_s + 1 : 1};
+            struct head head = {.problem = p,
+                                .inputs = inputs,
+                                .stats = stats,
+                                .out = &out,
+                                .sequence = oracle_sequence_at(p, inputs, b),
+                                .b = b,
+                                .h = h,
+                                .key_sum = repeated_keys ? p->len_k + 1 : 1,
+                                .query_sum = repeated_queries ? p->len_q * p->heads_s + 1 : 1};
             solve_head(&head);
         }
     return out;
