@@ -1,5 +1,5 @@
 /* Sinks: one more outcome of both distributions, whose logit is a number per head. A kernel reduces the keys of a row
- * to its state and merges the sink's state into it before it finishes the row (docs/design/maths.md, section 5). Its
+ * to its state and merges the sink's state into it before it finishes the row (docs/design/maths.md, section 14). Its
  * exponentials, sums and logarithms are then those of any other key: nothing is computed as 1 - P_sink. A backward
  * recomputes P and S of the keys from LSEs that include the sink. */
 #ifndef SKL_BASE_SINKS_H
