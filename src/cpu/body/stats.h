@@ -326,8 +326,9 @@ static void finish_stats_row(const stats_tile *s, int64_t i)
 {
     const tile *const t = &s->t;
     const float *const sink = t->task->call->inputs.sink_s;
-    const double log_sink =
+    const double log_given =
         sink != NULL && !stats_row_is_empty(s, i) ? (double)sink[t->head] - (double)s->lse[i] : -INFINITY;
+    const double log_sink = log_given > 0.0 ? 0.0 : log_given; /* a given LSE may be below the sink */
     const float max_logit = s->most[i] <= -FLT_MAX ? -INFINITY : s->most[i];
     const int64_t row = t->first + i;
     skl_row_set(&s->stats->entropy, &t->sequence, t->head, row, (float)(s->entropy[i] + entropy_term(log_sink)));

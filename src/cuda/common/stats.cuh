@@ -103,10 +103,16 @@ struct row_totals {
     float max_logit;
 };
 
+/* A probability as it is written: an LSE may have been rounded to a number below a logit. NaN stays. */
+__device__ inline float at_most_1(float p)
+{
+    return p > 1.0F ? 1.0F : p;
+}
+
 /* Raises a maximum in memory. As integers, floats that are not negative have their order, and others the reverse. */
 __device__ inline void raise(float *to, float value)
 {
-    if (value >= 0.0F)
+    if (__float_as_int(value) >= 0)
         atomicMax((int *)(void *)to, __float_as_int(value));
     else
         atomicMin((unsigned *)(void *)to, __float_as_uint(value));
@@ -143,7 +149,7 @@ __device__ inline void raise_key(const stats_params &params, const skl_sequence 
     const skl_output &out = params.stats.key_max;
     const int64_t out_head = params.stats.per_key_head ? head / params.b.heads_per_key : head;
     if (p > 0.0F)
-        raise((float *)out.data + SKL_ROW(out, s.batch, out_head, s.key_begin + key), p);
+        raise((float *)out.data + SKL_ROW(out, s.batch, out_head, s.key_begin + key), at_most_1(p));
 }
 
 } // namespace tensor_core

@@ -263,7 +263,8 @@ template <typename PRODUCT> struct stats_tiles {
                 continue;
             start_tile(band);
             const range32 stages = memory.chunk.stages(band, first, QUERIES);
-            product.begin(params, memory.chunk, first, stages.begin);
+            if (stages.begin < stages.end) /* else nothing would wait for its loads */
+                product.begin(params, memory.chunk, first, stages.begin);
 #pragma unroll 1
             for (int stage = stages.begin; stage < stages.end; stage++) {
                 const int first_key = stage * STATS_KEYS;

@@ -109,7 +109,8 @@ __device__ inline void write_top(const stats_params &params, const skl_sequence 
         if (at < stats.top_k && stats.top_keys.data != NULL)
             ((int32_t *)stats.top_keys.data)[keys + at] = exists ? candidate_key(mine[n]) : -1;
         if (at < stats.top_k && stats.top_p.data != NULL)
-            ((float *)stats.top_p.data)[probabilities + at] = exists ? probability(candidate_value(mine[n])) : 0.0F;
+            ((float *)stats.top_p.data)[probabilities + at] =
+                exists ? at_most_1(probability(candidate_value(mine[n]))) : 0.0F;
     }
 }
 
