@@ -455,8 +455,7 @@ SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */
 
-/* Row results: KL, LSEs and whatever else `rows` requests. With sinks, request both LSEs together with the KL. Where
- * the teacher's LSEs come from:
+/* Row results: KL, LSEs and whatever else `rows` requests. Where the teacher's LSEs come from:
  *   - Attention with r = 1: always computed; inputs->lse_t is not read.
  *   - r > 1 or an indexer: inputs->lse_t if given, else computed in an extra pass over the keys.
  *
