@@ -1,4 +1,4 @@
-"""The Python of docs/guide runs: all blocks of a page, one after the other."""
+"""The Python of docs/guide and docs/integrations runs: all blocks of a page, one after the other."""
 
 import os
 import re
@@ -9,18 +9,29 @@ from pathlib import Path
 import pytest
 from cases import LONG
 
-GUIDES = Path(__file__).resolve().parents[2] / "docs/guide"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def snippets(name):
-    text = (GUIDES / f"{name}.md").read_text()
+    text = (DOCS / f"{name}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks
     return "\n".join(blocks)
 
 
-@pytest.mark.parametrize("name", ["getting-started", "hugging-face", "indexers", "attention-stats"])
-def test_snippets(name):
+PAGES = [
+    "guide/getting-started",
+    "guide/hugging-face",
+    "guide/indexers",
+    "guide/attention-stats",
+    "integrations/transformers",
+    "integrations/trl",
+]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_snippets(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # trainers write here
     exec(compile(snippets(name), f"{name}.md", "exec"), {"__name__": "guide"})
 
 
@@ -29,7 +40,7 @@ def test_snippets(name):
 def test_many_gpus_with_torchrun(processes, tmp_path):
     """The page is one script."""
     script = tmp_path / "many_gpus.py"
-    script.write_text(snippets("many-gpus") + "\ndist.destroy_process_group()\n")
+    script.write_text(snippets("guide/many-gpus") + "\ndist.destroy_process_group()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", script]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert answer.returncode == 0, answer.stderr[-3000:]

@@ -1,11 +1,12 @@
 """The operators with other parts of torch: compile, autocast, checkpointing, threads, double backward."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
-from cases import COMPILER, check_operators, check_threads, make_tensors
+from cases import COMPILER, LONG, check_operators, check_threads, make_tensors
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -16,8 +17,12 @@ from streamkl._problem import DK_S, DQ_S
 STUDENT = DQ_S | DK_S
 
 
-@pytest.mark.parametrize("gradients", [0, STUDENT, 15])
-@pytest.mark.parametrize("form", ["dense", "packed", "key lengths"])
+FORMS, GRADIENTS = ["dense", "packed", "key lengths"], [STUDENT, 15, 0]
+
+
+@pytest.mark.parametrize(
+    "form, gradients", itertools.product(FORMS, GRADIENTS) if LONG else zip(FORMS, GRADIENTS, strict=True)
+)
 def test_opcheck(form, gradients):
     tensors = [t.detach() for t in make_tensors(len_q=11, len_k=11, packed=form == "packed")]
     cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
@@ -51,7 +56,7 @@ def test_compile(dynamic):
         )  # fmt: skip
         return rows.sum() + one_pass + packed
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="inductor" if dynamic else COMPILER)
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=COMPILER)
     for length in (16, 24) if dynamic else (16,):
         tensors = make_tensors(len_q=length, len_k=length)
         cu_seqlens = torch.tensor([0, 7, 15], dtype=torch.int32)
