@@ -196,10 +196,8 @@ class KeyReader:
             window, bounds = call.options.get("sliding_window"), call.options.get("cu_seq_lens_q")
         key = (id(call.mask), *shape, call.causal, call.implementation, window, id(bounds))
         if key not in self._known:
-            self._known[key] = (
-                (call.mask, bounds),
-                _read(call, window, bounds, *shape),
-            )  # keeps the mask, and so its id
+            keys = _read(call, window, bounds, *shape)
+            self._known[key] = ((call.mask, bounds), keys)  # keeps the mask, and so its id
         return self._known[key][1]
 
 
