@@ -484,9 +484,9 @@ def page(folder):
 PAGE = """# Model families
 
 What `AttentionDistiller` does with every causal, masked and encoder-decoder language model class of
-transformers, and with {media} classes that see or hear. `scripts/check-versions` runs the tests of Hugging
-Face models and all families with three sets of releases, with the proof of every layer on, and
-`scripts/check-versions --page` writes this page. `./test long` checks all of it, `./test` a sample.
+transformers, and with {media} classes that see or hear. `scripts/check-versions` runs all of them,
+with the proof of every layer on, and the tests of Hugging Face models with three sets of releases;
+`scripts/check-versions --page` writes this page. `./test` checks a sample of it, `./test long` all.
 
 | releases | torch | transformers | accelerate | TRL | tests | exact | different | refused | not compared | not tested |
 |---|---|---|---|---|---|---:|---:|---:|---:|---:|

@@ -280,6 +280,24 @@ def test_four_dimensional_masks():
         loss_of(teacher, student, dict(inputs, attention_mask=two))
 
 
+def test_rows_of_padding_that_attend_to_padding():
+    """They do not count, whatever the model shows them; FalconH1 of transformers 5.0 does so."""
+    inputs = batch("left")
+
+    def generous(*args, **kwargs):
+        hidden = inputs["attention_mask"] == 0
+        between = (hidden[:, None, :, None] & hidden[:, None, None]).tril()
+        return eager_mask(*args, **kwargs).masked_fill(between, 0.0)
+
+    transformers.AttentionInterface.register("odd", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("odd", generous)
+    teacher, student = llama(), llama()
+    expected = loss_of(teacher, student, inputs)
+    teacher.set_attn_implementation("odd")
+    student.set_attn_implementation("odd")
+    torch.testing.assert_close(loss_of(teacher, student, inputs), expected)
+
+
 def test_biases_in_a_mask_are_refused():
     with pytest.raises(Refused, match="adds a bias to its logits"):
         keys_of_tensor(torch.randn(1, 1, 5, 5), 5, 5)

@@ -264,14 +264,7 @@ class AttentionDistiller:
 
     def _prove_pair(self, key: tuple[int, int], pair: Pair, cache: RowCache) -> None:
         sizes = [length.bit_length() for length in (pair.s.q.shape[2], pair.s.k.shape[2])]
-        kind = (
-            *key,
-            *sizes,
-            pair.s.q.shape[0] > 1,
-            cache.share < 1,
-            pair.s.counted is None,
-            pair.has_same_keys(cache),
-        )
+        kind = (*key, *sizes, pair.s.q.shape[0] > 1, cache.share < 1, pair.s.counted is None, pair.has_same_keys(cache))
         if self._verify == "never" or (self._verify == "first" and kind in self._proven):
             return
         share = prove_pair(pair, cache)
