@@ -1,14 +1,15 @@
 """Tiny models of all text architectures of transformers, made from their config classes, and what the distiller does with them.
 
-    python tests/python/hf_architectures.py > docs/guide/architectures.md
+    python tests/python/hf_architectures.py [CLASS...]
 
-writes the page that test_architectures.py checks.
+prints a row of docs/guide/architectures.md for each class, by default all of them.
 """
 
 import re
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
@@ -459,7 +460,9 @@ def _difference(found, expected):
 
 # ---- The page --------------------------------------------------------------------------------------------------------------
 
-RESULTS = {"exact": "exact", "different": "different", "refused": "refused", "no weights": "not compared", "not built": "not tested"}
+RESULTS = {
+    "exact": "exact", "different": "different", "refused": "refused", "no weights": "not compared", "not built": "not tested"
+}  # fmt: skip
 
 
 def row_of(name, outcome):
@@ -468,35 +471,47 @@ def row_of(name, outcome):
     )
 
 
-def page(rows):
-    counts = {kind: sum(f"| {result} |" in row for row in rows) for kind, result in RESULTS.items()}
-    return [
-        f"""# Model families
+def page(folder):
+    """The page from the results of scripts/check-versions: NAME.versions and NAME.rows of each set of releases."""
+    rows = {path.stem: path.read_text().splitlines() for path in sorted(folder.glob("*.rows"))}
+    table = []
+    for name in ("oldest", "pinned", "newest"):
+        counts = [sum(f" | {result} | " in row for row in rows[name]) for result in RESULTS.values()]
+        table.append(f"| {name} | {(folder / name).with_suffix('.versions').read_text().strip()} | {' | '.join(map(str, counts))} |")
+    return "\n".join([PAGE.format(table="\n".join(table), media=len(MEDIA), transformers=transformers.__version__), *rows["pinned"]])
+
+
+PAGE = """# Model families
 
 What `AttentionDistiller` does with every causal, masked and encoder-decoder language model class of
-transformers {transformers.__version__}, and with {len(MEDIA)} classes that see or hear, with torch
-{torch.__version__.split("+")[0]}. tests/python/hf_architectures.py generates this page: `./test long` checks all of it,
-`./test` a sample.
+transformers, and with {media} classes that see or hear. `scripts/check-versions` runs all of them,
+with the proof of every layer on, and the tests of Hugging Face models with three sets of releases;
+`scripts/check-versions --page` writes this page. `./test` checks a sample of it, `./test long` all.
 
-| result | classes | meaning |
-|---|---|---|
-| exact | {counts["exact"]} | loss and gradients equal those of the float64 attention weights; eager and sdpa, padded left, right and not |
-| refused | {counts["refused"]} | an error says why; nothing is computed |
-| not compared | {counts["no weights"]} | the model returns no attention weights of its softmax |
-| not tested | {counts["not built"]} | the test cannot build a tiny one from its config, or it needs more than text |
+| releases | torch | transformers | accelerate | TRL | tests | exact | different | refused | not compared | not tested |
+|---|---|---|---|---|---|---:|---:|---:|---:|---:|
+{table}
+
+| result | meaning |
+|---|---|
+| exact | loss and gradients equal those of the float64 attention weights; eager and sdpa, padded left, right and not |
+| different | they do not: a fault |
+| refused | an error says why; nothing is computed |
+| not compared | the model returns no attention weights of its softmax |
+| not tested | the test cannot build a tiny one from its config, or it needs more than text |
+
+The classes of transformers {transformers}, the pinned release:
 
 | model class | result | why |
-|---|---|---|""",
-        *rows,
-    ]
+|---|---|---|"""
 
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if sys.argv[1:]:  # some rows only
-        for name in sys.argv[1:]:
-            print(row_of(name, outcome_of(name)), flush=True)
+    if sys.argv[1:2] == ["--page"]:
+        print(page(Path(sys.argv[2])))
     else:
-        print("\n".join(page([row_of(name, outcome_of(name)) for name in page_names()])))
+        for name in sys.argv[1:] or page_names():
+            print(row_of(name, outcome_of(name)), flush=True)

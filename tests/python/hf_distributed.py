@@ -1,5 +1,7 @@
 """Distillation on several processes: run by test_hf_distributed.py with torchrun. Prints one line per case that works."""
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from hf_models import batch, gpt_oss, llama, loss_of
@@ -154,7 +156,10 @@ def context_parallel_group():
     with AttentionDistiller(teacher, student, parallel=streamkl.Parallel(dist.group.WORLD)) as distiller:
         own = [shard(each, dist.group.WORLD) for each in (tokens, positions)]
         student(input_ids=own[0], position_ids=own[1])
-        loss = distiller.loss()
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            loss = distiller.loss()
+        assert any("context parallelism) are not proven" in str(each.message) for each in warned)
         loss.backward()
     check_context_parallel(student, loss, tokens, positions)
 
@@ -211,6 +216,8 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for case in CASES:
+        if "fsdp2" in case.__name__ and not hasattr(torch.cpu.Stream, "record_event"):
+            continue  # FSDP2 of torch 2.6 does not run on CPUs
         case()
         dist.barrier()
         if dist.get_rank() == 0:

@@ -60,7 +60,13 @@ def test_compiles_into_one_graph(implementation, masked):
         student.zero_grad()
         compiled = torch.compile(student, backend="eager", fullgraph=True)
         for _ in range(2):
-            compiled(**inputs)
+            try:
+                compiled(**inputs)
+            except torch._dynamo.exc.Unsupported as error:
+                alone = torch.compile(llama(implementation=implementation), backend="eager", fullgraph=True)
+                with pytest.raises(torch._dynamo.exc.Unsupported):
+                    alone(**inputs)
+                pytest.skip(f"this transformers does not compile into one graph with this torch: {str(error)[:100]}")
             loss = distiller.loss()
             torch.testing.assert_close(loss, expected)
         loss.backward()

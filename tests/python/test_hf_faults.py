@@ -236,7 +236,7 @@ def test_teacher_and_student_are_two_models():
         (dict(head_map=[]), "head_map=.*: must contain at least one pair"),
         (dict(head_map={9: 0}), r"head_map: student heads \[9\] must be 0..3"),
         (dict(head_map={0: {0: 7}}), r"head_map: teacher heads \[7\] must be 0..3"),
-        (dict(attention="decoder"), "attention='decoder': must be 'self' or 'cross' or 'encoder'"),
+        (dict(attention="decoder"), "attention='decoder': must be 'self', 'cross' or 'encoder'"),
         (dict(relations=("qv",)), "relations=.*: must be one or more of 'qk', 'qq', 'kk', 'vv'"),
         (dict(temperature=0), "temperature=0: must be a positive number"),
         (dict(direction="both"), "direction='both': must be 'forward' or 'reverse'"),

@@ -130,7 +130,7 @@ def test_wrong_lses_are_refused(monkeypatch):
 
     monkeypatch.setattr(_attention, "_sdpa_with_lse", off_by_a_key)
     with pytest.raises(ValueError, match=r"returns LSEs of other logits or keys: .* at head \d, row"):
-        loss_of(llama(), llama(), batch())
+        loss_of(llama(key_heads=4), llama(key_heads=4), batch())
 
 
 def test_dropout_in_training_is_no_error():
@@ -189,14 +189,22 @@ def test_a_refused_layer_stays_refused():
                     distiller.loss()
 
 
-def test_a_compiled_model_is_proven():
-    transformers.AttentionInterface.register("odd", _another_scale)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("attention, reason", [(_another_scale, "its scale is 1"), (sdpa_attention_forward, None)])
+def test_a_compiled_model_is_proven(attention, reason, dropout):
+    """With dropout, the proof runs the attention of the last sequence again."""
+    transformers.AttentionInterface.register("odd", attention)
     transformers.AttentionMaskInterface.register("odd", eager_mask)
-    student = llama(implementation="odd")
+    student = llama(implementation="odd").train()
+    for layer in student.model.layers:
+        layer.self_attn.attention_dropout = dropout
     compiled = torch.compile(student, backend="eager")
     with AttentionDistiller(llama(), compiled) as distiller:
-        compiled(**batch(), use_cache=False)
-        with pytest.raises(ValueError, match="its scale is 1"):
+        compiled(**batch("left"), use_cache=False)
+        if reason is None:
+            assert distiller.loss() > 0 and len(distiller.student._recorder._proven) == len(student.model.layers)
+            return
+        with pytest.raises(ValueError, match=reason):
             distiller.loss()
 
 
@@ -270,6 +278,24 @@ def test_four_dimensional_masks():
         ValueError, match=r"attends to more than one range of keys: row 9 of sequence 1 sees 9 of the keys 0..9"
     ):
         loss_of(teacher, student, dict(inputs, attention_mask=two))
+
+
+def test_rows_of_padding_that_attend_to_padding():
+    """They do not count, whatever the model shows them; FalconH1 of transformers 5.0 does so."""
+    inputs = batch("left")
+
+    def generous(*args, **kwargs):
+        hidden = inputs["attention_mask"] == 0
+        between = (hidden[:, None, :, None] & hidden[:, None, None]).tril()
+        return eager_mask(*args, **kwargs).masked_fill(between, 0.0)
+
+    transformers.AttentionInterface.register("odd", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("odd", generous)
+    teacher, student = llama(), llama()
+    expected = loss_of(teacher, student, inputs)
+    teacher.set_attn_implementation("odd")
+    student.set_attn_implementation("odd")
+    torch.testing.assert_close(loss_of(teacher, student, inputs), expected)
 
 
 def test_biases_in_a_mask_are_refused():

@@ -83,6 +83,10 @@ def test_options_are_checked(tmp_path):
         )
     with pytest.raises(ValueError, match="teacher=None: must be a transformers model"):
         DistillationTrainer(model=llama(), args=arguments(tmp_path))
+    with pytest.raises(
+        TypeError, match=r"teacher='some/model': must be a model, which AutoModelForCausalLM.from_pretrained"
+    ):
+        DistillationTrainer(model=llama(), args=arguments(tmp_path), teacher="some/model")
 
 
 def test_example(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import math
 import os
 import reprlib
 import sys
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -184,7 +185,7 @@ def _broken(path: Path, what: str) -> UserError:
 def load(path: Path, objective: torch.nn.Module, model: torch.nn.Module, optimizer: Any, step: int) -> None:
     """Sets the weights and the optimiser as they were after `step` steps. `model` is the objective or a wrapper of it."""
     weights: dict[str, Any] = {}
-    moments: dict[str, Any] = {}
+    moments: dict[str, Any] = defaultdict(dict)  # torch 2.6 asks for those of every weight
     expected = {f"student.{name}": tensor for name, tensor in objective.state_dict().items()}
     trained = {name: tensor for name, tensor in objective.named_parameters() if tensor.requires_grad}
     with _opened(path) as file:
@@ -196,7 +197,7 @@ def load(path: Path, objective: torch.nn.Module, model: torch.nn.Module, optimiz
                 weights[rest] = _checked_tensor(path, name, file.get_tensor(name), expected[name])
             elif kind == "optimizer" and key in _MOMENTS and parameter in trained:
                 like = torch.zeros(()) if key == "step" else trained[parameter]
-                moments.setdefault(parameter, {})[key] = _checked_tensor(path, name, file.get_tensor(name), like)
+                moments[parameter][key] = _checked_tensor(path, name, file.get_tensor(name), like)
             else:
                 raise _broken(path, f"{name}: the student has no such tensor")
     for name in sorted(expected.keys() - names):

@@ -52,6 +52,7 @@ class Call:
     has_graph: bool  # it ran with gradients enabled
     handle: CarriedKL | None = None  # if its backward can carry the KL
     probe: Probe | None = None
+    again: tuple[tuple, dict[str, Any]] | None = None  # further arguments, if only a second run without dropout proves it
 
 
 def record_attention(recorder, implementation: str, module, query, key, value, attention_mask=None, *args, **kwargs):
@@ -60,9 +61,8 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     causal = getattr(module, "is_causal", True) if causal is None else causal
     # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
     lse, handle = None, None
-    is_whole = (
-        not torch.compiler.is_compiling() and active_region() is None
-    )  # a region replaces SDPA, not its kernels
+    # A context-parallel region replaces SDPA, not its kernels.
+    is_whole = not torch.compiler.is_compiling() and active_region() is None
     if implementation == "sdpa" and not args and is_whole:
         if recorder.carries and _can_carry(query, key, value, **kwargs):
             query, key, value = map(as_autocast, (query, key, value))
@@ -116,26 +116,35 @@ def fixed_rows(length: int) -> list[int]:
 
 @torch.no_grad()
 def _probe(recorder, call: Call, answer, args, kwargs) -> Probe | None:
-    """The output of the attention for some rows, without dropout."""
+    """The output of the attention for some rows, without dropout. None: the proof of a compiled call runs it again."""
+    has_dropout = bool(call.dropout and call.training)
     if torch.compiler.is_compiling():
-        if call.dropout and call.training:
+        if has_dropout:
+            call.again = (args, kwargs)
             return None
         return Probe(
             None, torch.stack([answer[0][:, row] for row in fixed_rows(call.query.shape[2])], 1), slice(None)
         )
-    output, rows = answer[0], recorder.step.rows_to_prove(call)
+    rows = recorder.step.rows_to_prove(call)
+    if has_dropout:
+        return probe_again(call, rows, args, kwargs)
+    output = answer[0]
     batch = slice(max(len(output) - 2, 0), len(output))  # two sequences are enough
-    if call.dropout and call.training:  # the last sequence again, without dropout
-        assert call.value is not None
-        batch = slice(len(output) - 1, len(output))
-        tensors = [each[batch] for each in (call.query, call.key, call.value)]
-        mask = (
-            call.mask[batch] if isinstance(call.mask, torch.Tensor) and len(call.mask) == len(output) else call.mask
-        )
-        output = _run_own(call.implementation, call.module, *tensors, mask, *args, **{**kwargs, "dropout": 0.0})[0]
-    else:
-        output = output[batch]
-    return Probe(rows, output if rows is None or output.dim() != 4 else output[:, rows], batch)
+    return Probe(rows, _of_rows(output[batch], rows), batch)
+
+
+def probe_again(call: Call, rows: list[int] | None, args: tuple, kwargs: dict[str, Any]) -> Probe:
+    """Runs the attention of the last sequence again, without dropout."""
+    assert call.value is not None
+    last = slice(len(call.query) - 1, len(call.query))
+    tensors = [each[last].to(call.query.dtype) for each in (call.query, call.key, call.value)]
+    mask = call.mask[last] if isinstance(call.mask, torch.Tensor) and len(call.mask) == len(call.query) else call.mask
+    output = _run_own(call.implementation, call.module, *tensors, mask, *args, **{**kwargs, "dropout": 0.0})[0]
+    return Probe(rows, _of_rows(output, rows), last)
+
+
+def _of_rows(output: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
+    return output if rows is None or output.dim() != 4 else output[:, rows]
 
 
 # ---- Attention whose backward carries the KL -------------------------------------------------------------------------

@@ -87,14 +87,14 @@ class Step:
     @property
     def is_generation(self) -> bool:
         """A forward of generate(), which nothing is learnt from."""
-        given = (
-            self.kwargs.get(name) for name in ("past_key_values", "cache_position")
-        )  # the latter in transformers 5.0
+        given = (self.kwargs.get(name) for name in ("past_key_values", "cache_position"))  # the latter in 5.0
         return not self.has_graph and any(each is not None for each in given)
 
     def read_keys(self, call: Call) -> Keys:
         if self._read_keys is None:  # not when it is made: torch.compile would trace that
-            self._read_keys = KeyReader()
+            mask = self.arguments().get("attention_mask")
+            is_of_tokens = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not self.module.config.is_encoder_decoder
+            self._read_keys = KeyReader(mask.bool() if is_of_tokens else None)
         return self._read_keys(call)
 
     def rows_to_prove(self, call: Call) -> list[int] | None:
@@ -145,9 +145,7 @@ class Recorder:
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
-        self._shared: list[
-            tuple[torch.nn.Module, Any]
-        ] = []  # modules and the config that they share with another model
+        self._shared: list[tuple[torch.nn.Module, Any]] = []  # modules and configs of another model, too
         self._model = weakref.ref(model)
 
     @staticmethod

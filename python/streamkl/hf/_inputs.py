@@ -12,13 +12,7 @@ from ._layers import Layer
 
 _NOT_COMPARED = {"labels", "past_key_values", "inputs_embeds", "decoder_inputs_embeds"}
 _MASKS = ("attention_mask", "decoder_attention_mask")
-_NOT_FOR_TEACHER = {
-    "past_key_values",
-    "num_items_in_batch",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-}
+_NOT_FOR_TEACHER = {"past_key_values", "num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states"}
 _ADVICE = "run the teacher on the student's batch after the last loss(), or not at all: loss() runs it"
 
 
@@ -88,11 +82,9 @@ def check_same_input(teacher: Capture, student: Capture) -> None:
 
 def _main_input(capture: Capture, given: dict[str, Any]) -> str:
     main: Any = capture.step.module.main_input_name
-    return (
-        main
-        if main in given
-        else next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
-    )
+    if main in given:
+        return main
+    return next((name for name in ("input_ids", "inputs_embeds") if name in given), "other input")
 
 
 def _same(name: str, a: Any, b: Any) -> bool:

@@ -88,6 +88,16 @@ class Keys:
             pairs.append((self.shown, other.shown))
         return all(bool((a == b.to(a.device)).all()) for a, b in pairs)
 
+    def without_padding(self, tokens: torch.Tensor | None) -> Keys:
+        """The keys, if padding attends to padding: its rows then attend to nothing. `tokens` is [batch, length] bool."""
+        if tokens is None or not self.len_q == self.len_k == tokens.shape[1] or len(self.begin) not in (1, len(tokens)):
+            return self
+        hidden = ~tokens.to(self.begin.device)
+        if not bool((hidden if self.shown is None else hidden & self.shown).any()):
+            return self
+        begin, end = (each.masked_fill(hidden, 0) for each in (self.begin, self.end))
+        return keys_between(begin, end, self.shown, self.len_k)
+
     def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """[batch or 1, 1, rows, len_k] bool: the keys of some rows."""
         key = torch.arange(self.len_k, device=self.begin.device)

@@ -187,7 +187,8 @@ def _refuse_features(call: Call) -> None:
 class KeyReader:
     """Reads which keys the queries of a call attend to; layers of a forward that share a mask share its evaluation."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: torch.Tensor | None) -> None:
+        self._tokens = tokens  # [batch, length] bool: False is padding; None: not known
         self._known: dict[tuple, tuple[Any, Keys]] = {}
 
     def __call__(self, call: Call) -> Keys:
@@ -196,10 +197,9 @@ class KeyReader:
             window, bounds = call.options.get("sliding_window"), call.options.get("cu_seq_lens_q")
         key = (id(call.mask), *shape, call.causal, call.implementation, window, id(bounds))
         if key not in self._known:
-            self._known[key] = (
-                (call.mask, bounds),
-                _read(call, window, bounds, *shape),
-            )  # keeps the mask, and so its id
+            keys = _read(call, window, bounds, *shape)
+            keys = keys if call.mask is None else keys.without_padding(self._tokens)
+            self._known[key] = ((call.mask, bounds), keys)  # keeps the mask, and so its id
         return self._known[key][1]
 
 

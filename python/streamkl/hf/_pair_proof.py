@@ -9,7 +9,7 @@ import torch
 
 from ._layers import Layer
 from ._pairs import Pair, RowCache
-from ._proof import attend, rounding
+from ._proof import attend
 from ._rows import Rows
 
 
@@ -43,20 +43,24 @@ def _prove(pair: Pair, tensors: list[torch.Tensor], options: dict[str, Any], row
         common = seen_t & seen_s
         if not torch.equal(row.keys, common):
             raise _fault(pair, row, "other keys")
-        for layer, heads, q, lse in (
-            (pair.t, heads_t, q_t, options["lse_t"]),
-            (pair.s, heads_s, q_s, options["lse_s"]),
+        for layer, seen, heads, q, lse in (
+            (pair.t, seen_t, heads_t, q_t, options["lse_t"]),
+            (pair.s, seen_s, heads_s, q_s, options["lse_s"]),
         ):
             if not torch.equal(_take(q, row, 2), layer.q[row.sequence, heads, row.query].to(q.device)):
                 raise _fault(pair, row, "other queries")
-            if lse is not None and not _has_lse(layer, row, common, heads, _take(lse, row, 1)):
+            if lse is None:
+                continue
+            assert layer.lse is not None
+            own = layer.lse[row.sequence, heads, row.query].to(lse.device)  # its proof has checked it
+            if not (torch.equal(seen, common) and torch.equal(_take(lse, row, 1), own)):
                 raise _fault(pair, row, "LSEs of other keys")
-        if not torch.equal(seen_t, common):
-            p = _attention(pair.t, row, seen_t).p
-            outside.append(p[..., ~common.to(p.device)].sum(-1).mean())
+        if torch.equal(seen_t, common):
+            outside.append(0.0)
         else:
-            outside.append(torch.zeros((), device=pair.t.q.device))
-    return float(torch.stack(outside).mean()) if outside else 0.0
+            p = _attention(pair.t, row, seen_t).p
+            outside.append(float(p[..., ~common.to(p.device)].sum(-1).mean()))
+    return sum(outside) / max(len(outside), 1)
 
 
 def _fault(pair: Pair, row: _Row, what: str) -> RuntimeError:
@@ -72,19 +76,10 @@ def _take(tensor: torch.Tensor, row: _Row, from_end: int) -> torch.Tensor:
     return whole.select(-from_end, row.packed[-1])
 
 
-def _has_lse(layer: Layer, row: _Row, keys: torch.Tensor, heads, lse: torch.Tensor) -> bool:
-    attention = _attention(layer, row, keys)
-    expected, largest = (each[0, heads, 0].to(lse.device) for each in (attention.lse, attention.largest))
-    return bool(((lse - expected).abs() <= rounding(layer.q) * (2 + largest)).all())
-
-
 def _of_row(layer: Layer, row: _Row) -> torch.Tensor:
     """[len_k] bool: the keys that a query of the layer attends to."""
-    begin, end, shown = layer.visible.begin, layer.visible.end, layer.visible.shown
-    b = row.sequence if len(begin) > 1 else 0
-    key = torch.arange(layer.visible.len_k, device=begin.device)
-    seen = (key >= begin[b, row.query]) & (key < end[b, row.query])
-    return seen if shown is None else seen & shown[row.sequence if len(shown) > 1 else 0]
+    rows = layer.visible.of_rows(torch.tensor([row.query], device=layer.visible.begin.device))[:, 0, 0]
+    return rows[row.sequence if len(rows) > 1 else 0]
 
 
 def _attention(layer: Layer, row: _Row, seen: torch.Tensor):

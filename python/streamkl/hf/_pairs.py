@@ -48,10 +48,8 @@ class RowCache:
         if key not in self._rows:
             counted = [each.to(keys.begin.device) for each in used[1:] if each is not None]
             both = None if not counted else counted[0] & counted[-1]
-            self._rows[key] = (
-                used,
-                pack_rows(keys, both, s.q.shape[0], where, self.share, self._draw),
-            )  # keeps their ids
+            packed = pack_rows(keys, both, s.q.shape[0], where, self.share, self._draw)
+            self._rows[key] = (used, packed)  # keeps their ids
         return self._rows[key][1]
 
     def _draw(self, count: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._attention import Call, fixed_rows
+from ._attention import Call, fixed_rows, probe_again
 from ._keys import Keys, Refused
 
 # Error of an output in units of sum_j p_j max |v_j| (2 + the largest logit): what rounding explains, and no more.
@@ -47,8 +47,9 @@ def attend(
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # in float32, also where the model rounds
-        return a @ b
+    """a b in float32, also where the model rounds; sequence by sequence, because matmul would copy all of b."""
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.stack([one @ other for one, other in zip(a, b)])
 
 
 def scale_of(call: Call) -> float:
@@ -63,6 +64,8 @@ def rows_to_prove(keys: Keys) -> list[int]:
 @torch.no_grad()
 def prove(call: Call, keys: Keys, counted: torch.Tensor | None) -> None:
     """Raises Refused if the model of a call does not give its output, or its LSEs, for the rows of its probe."""
+    if call.probe is None and call.again is not None:
+        call.probe = probe_again(call, rows_to_prove(keys), *call.again)
     if call.probe is not None and call.value is not None:
         _Proof(call, keys, counted).check()
 
@@ -106,11 +109,14 @@ class _Proof:
             self._check_lse(attention, self.call.lse[self.batch][:, :, self.rows])
 
     def _bound(self) -> float:
-        return rounding(self.output, self.call.query)
+        """The bound of an error, in the units of _ROUNDING, for the coarser of the types."""
+        coarse = max(_ROUNDING[each.dtype] for each in (self.output, self.call.query))
+        uses_tf32 = self.output.is_cuda and torch.backends.cuda.matmul.allow_tf32
+        return max(coarse, _TF32) if uses_tf32 else coarse
 
     def _error(self, attention: Attention) -> torch.Tensor:
         """[batch, rows, heads, dim_v]: the difference to the output, in units that _ROUNDING bounds."""
-        size = torch.linalg.vector_norm(self.v, math.inf, -1, keepdim=True, dtype=torch.float32)
+        size = self.v.abs().amax(-1, keepdim=True)
         unit = _values(attention.p, size) * (2 + attention.largest).transpose(1, 2)[..., None]
         error = (self.output.float() - _values(attention.p, self.v)).abs() / unit.clamp(min=1e-30)
         return torch.where(self.kept[..., None, None], error.nan_to_num(nan=math.inf), 0.0)
@@ -172,13 +178,6 @@ class _Proof:
             for shown in (keys.shown, None):
                 seen = self._seen(replace(keys, begin=first, end=last, shown=shown))
                 yield f"{reason}: its mask differs from the one that it is called with", dict(seen=seen)
-
-
-def rounding(*tensors: torch.Tensor) -> float:
-    """The bound of an error, in the units of _ROUNDING, for the coarsest of the types."""
-    coarse = max(_ROUNDING[each.dtype] for each in tensors)
-    uses_tf32 = tensors[0].is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return max(coarse, _TF32) if uses_tf32 else coarse
 
 
 def _values(p: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

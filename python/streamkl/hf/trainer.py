@@ -85,6 +85,7 @@ class DistillationMixin(_Trainer):
         teacher = teacher if teacher is not None else getattr(self, "teacher_model", None)
         if teacher is None:
             raise ValueError("teacher=None: must be a transformers model")
+        unwrap(teacher, "teacher")  # refuses a path, with the call that loads it
         self.kl_weight, self._distiller_options = kl_weight, dict(distiller_options or {})
         self._teacher = teacher.to(self.args.device)
         self._distiller: AttentionDistiller | None = None
