@@ -17,16 +17,6 @@ static float *allocate(int64_t count, const char *name)
     return data;
 }
 
-/* Bucket n has distances below 2^n: the last one begins before the longest distance. */
-static int32_t buckets_for(const skl_problem *p)
-{
-    const int64_t longest = p->len_k > p->len_q ? p->len_k : p->len_q;
-    int32_t count = 1;
-    while (count < 40 && (longest - 1) >> (count - 1) > 0)
-        count++;
-    return count;
-}
-
 static void allocate_results(stats_results *results, const skl_problem *p)
 {
     const int64_t rows = kl_row_count(p, p->heads_s), keys = kl_row_batches(p) * results->sum_heads * key_length(p);
@@ -45,7 +35,7 @@ void stats_compute(stats_results *results, const kl_inputs *inputs, const stats_
 {
     const skl_problem *const p = &inputs->problem;
     results->sum_heads = request->per_key_head ? p->key_heads_s : p->heads_s;
-    results->buckets = buckets_for(p);
+    results->buckets = runner_distance_buckets(p);
     runner_open(&results->runner, p, &request->input.options);
     allocate_results(results, p);
     const int64_t rows = kl_row_length(p);

@@ -246,9 +246,18 @@ def test_report_is_self_contained(trained):
     assert "url(" not in page and not re.search("https?:(?!//www.w3.org/2000/svg)", page)
     document = browser.document_of(page)
     assert [section["title"] for section in document["sections"]] == [
-        "Does the student use the whole context?", "Attention maps", "Training", "Compared with materializing", "Reproducing this run",
+        "Does the student use the whole context?", "How far do they look?", "Attention maps", "Training",
+        "Compared with materializing", "Reproducing this run",
     ]  # fmt: skip
-    maps, training, settings = (document["sections"][i]["blocks"] for i in (1, 2, 4))
+    distances, maps, training, settings = (document["sections"][i]["blocks"] for i in (1, 2, 3, 5))
+    assert document["verdict"].startswith("The student finds ")
+    assert [series["name"] for series in distances[0]["series"]] == ["teacher", "before", "after"]
+    assert [sum(series["y"]) for series in distances[0]["series"]] == pytest.approx([1, 1, 1], rel=1e-3)
+    assert distances[0]["groups"] == ["0", "1", "2", "4", "8", "16", "32", "64", "128", "256"]
+    entropy = np.array([row[1:] for row in distances[1]["rows"]])  # [heads, teacher | before | after]
+    assert (abs(entropy[:, 2] - entropy[:, 0]) < 0.5 * abs(entropy[:, 1] - entropy[:, 0])).all()
+    assert [block["note"] for block in maps] == ["learns from the mean of teacher heads 0..1", "learns from the mean of teacher heads 2..3"]
+    assert all(block["tokens"] == [512, 512] for block in maps)
     assert [len(block["maps"]) for block in maps] == [5, 5]  # per head
     assert all(len(each["values"]) == 64 and len(each["values"][0]) == 64 for block in maps for each in block["maps"])
     assert [block["title"] for block in training] == ["KL by step", "KL by position", "KL by head"]
