@@ -15,7 +15,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { MAP_BUCKETS = 64, MAP_HEADS_MAX = 8 };
+enum { MAP_BUCKETS = 64, MAP_BUCKET_TOKENS = 8, MAP_HEADS_MAX = 8 }; /* a bucket has some tokens at least */
 
 /* ---- Parts of the document: view/report.html says what it consists of. NULL stands for out of memory. ------------
  */
@@ -87,12 +87,11 @@ static json_t *figures(const distill_run *run)
     json_t *const all = json_array();
     cli_json_append(all, figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
                                 json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
-    if (run->source->retrieves)
-        cli_json_append(
-            all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
-                        json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
-                                     100 * evaluate_hit_rate_t(&run->after.all),
-                                     100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)));
+    cli_json_append(all,
+                    figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
+                           json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
+                                        100 * evaluate_hit_rate_t(&run->after.all),
+                                        100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)));
     cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
                                 json_sprintf("materialized, the matrices of a step would take %s",
                                              cli_bytes_text(materialized).text)));
@@ -166,9 +165,9 @@ static json_t *kl_by_head(const distill_run *run)
     json_t *const rows = json_array();
     for (int64_t head = 0; head < heads && head < EVALUATE_HEADS_MAX; head++) {
         const double before = run->before.kl_head[head], after = run->after.kl_head[head];
-        const char *const kind = !run->source->retrieves ? "" : task_head_retrieves(head) ? ", retrieval" : ", topic";
+        const char *const kind = task_head_retrieves(head) ? "retrieval" : "topic";
         cli_json_append(rows,
-                        json_pack("[oooo o]", json_sprintf("%" PRId64 "%s", head, kind),
+                        json_pack("[oooo o]", json_sprintf("%" PRId64 ", %s", head, kind),
                                   json_string(teacher_heads(&run->pair.problem, head).text), cli_json_number(before),
                                   cli_json_number(after), json_sprintf("%.0f", before / after)));
     }
@@ -331,12 +330,13 @@ static void view_student(attention_map *map, look *found, distill_run *run, cons
 {
     const sequence_source *const source = &run->source->sequences;
     const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, 0);
-    attention_pair_project_teacher(&run->pair, run->source->teacher, &tokens);
+    attention_pair_project_teacher(&run->pair, &run->source->task.teacher, &tokens);
     attention_pair_project_student(&run->pair, student, &tokens);
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     skl_problem problem = run->pair.problem;
     problem.gradients = 0;
-    cli_check(attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options));
+    const int64_t most = problem.len_q / MAP_BUCKET_TOKENS, buckets = most < MAP_BUCKETS ? most : MAP_BUCKETS;
+    cli_check(attention_map_compute(map, buckets, buckets, &problem, &inputs, &run->request->options));
     compute_look(found, run, &problem, &inputs);
 }
 
@@ -371,11 +371,10 @@ static json_t *maps_section(const distill_run *run, const report_views *views)
         cli_json_append(blocks, head_maps(run, views, head));
     return document_section(
         "Attention maps",
-        "Attention on one held-out sequence, pooled into 64 x 64 buckets: queries from top to bottom, keys from left "
-        "to right, numbered by token. Brightness is the square root of the attention, with one scale per head, "
-        "clipped at the 99th "
-        "percentile of the teacher. In the KL, orange marks attention that the student misses, blue attention that "
-        "it gives in excess.",
+        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to "
+        "right, numbered by token. Brightness is the square root of the attention, with one scale per head, clipped "
+        "at the 99th percentile of the teacher. In the KL, orange marks attention that the student misses, blue "
+        "attention that it gives in excess.",
         blocks);
 }
 
@@ -435,11 +434,8 @@ static json_t *command_block(const distill_settings *settings)
     if (stream == NULL)
         return NULL;
     fprintf(stream, "streamkl distill");
-    if (settings->teacher_path)
-        fprintf(stream, " --teacher %s --student %s", settings->teacher_path, settings->student_path);
     for (size_t c = 0; c < COUNTS; c++)
-        if (!settings->teacher_path || counts[c].offset >= offsetof(distill_settings, steps))
-            fprintf(stream, " --%s %" PRId64, counts[c].name, count_of(settings, c));
+        fprintf(stream, " --%s %" PRId64, counts[c].name, count_of(settings, c));
     fprintf(stream, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
     const bool complete = !ferror(stream);
     json_t *const block =
@@ -494,8 +490,6 @@ static json_t *verdict(const distill_run *run)
     const double before = run->before.kl, after = run->after.kl;
     if (!(after < before))
         return json_sprintf("The attention KL did not fall: %.3g nats before training, %.3g after.", before, after);
-    if (!run->source->retrieves)
-        return json_sprintf("The attention KL fell from %.3g to %.3g nats.", before, after);
     return json_sprintf(
         "The student finds %.0f %% of the definitions (teacher %.0f %%, before training %.0f %%): its "
         "attention KL fell from %.3g to %.3g nats.",
@@ -506,8 +500,7 @@ static json_t *verdict(const distill_run *run)
 static json_t *document_of(const distill_run *run, const report_views *views)
 {
     json_t *const sections = json_array();
-    if (run->source->retrieves)
-        cli_json_append(sections, depths_section(run));
+    cli_json_append(sections, depths_section(run));
     cli_json_append(sections, distances_section(run, views));
     cli_json_append(sections, maps_section(run, views));
     cli_json_append(sections, training_section(run));
