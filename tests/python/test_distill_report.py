@@ -12,7 +12,7 @@ from distill_cases import CONTEXT, evaluation, make_teacher, run
 from transformers import LlamaForCausalLM
 
 from streamkl.distill import Evaluation
-from streamkl.distill._report import verdict
+from streamkl.distill._report import _figures, _retrieval, verdict
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,39 @@ def test_distances_and_entropy_are_those_of_the_attention_weights(report):
             assert found["entropy"][role][n] == pytest.approx(entropy.item(), rel=1e-4)
             shares = torch.zeros(7).double().index_add_(0, bucket.flatten(), p.mean((0, 1)).flatten()) / CONTEXT
             assert found["distance_share"][role][n] == pytest.approx(shares.tolist(), abs=1e-5)
+
+
+def test_percentages_come_with_the_size_of_their_sample(report):
+    """A student that keeps 3 of 4 rows of its teacher at the last depth, with one of two heads that retrieve."""
+    shares = dict(teacher=[0.5] * 8, student=[0.25] * 8)
+    result = dict(
+        length=48, rows=64, heads=[[0, 1, 1], [1, 3, 0]], missed=1, misses=[dict(head=[1, 3, 0], depth=7, needle=40, row=46, key=2)],
+        attention=shares, answers=shares,
+        kept={kind: [None, *[1.0] * 6, 0.75] for kind in ("attention", "answers")},
+        kept_of={kind: [0.0, *[3.5] * 6, 4.0] for kind in ("attention", "answers")},
+    )  # fmt: skip
+    stored = json.loads((report.parent / "evaluation.json").read_text())
+    found = {name: Evaluation(**stored[name] | {"retrieval": [result]}) for name in ("before", "after", "control")}
+    details = {figure["label"]: (figure["value"], figure["detail"]) for figure in _figures(found)}
+    assert details["needles found by attention"] == (
+        "25.0 %",
+        "teacher 50 %; 64 rows of 2 retrieval heads, 48 tokens",
+    )
+    assert details["found at the worst depth"] == ("75.0 %", "of 4 rows in which the teacher finds the needle")
+    assert details["values answered"] == ("25.0 %", "teacher 50 %, control 25 %; 64 tokens")
+    blocks = {block["title"]: block for block in _retrieval(found)["blocks"][0]["choices"][0]["blocks"]}
+    assert blocks["Needles found by attention, by depth"]["note"] == "Each bar is 8 rows of 2 heads."
+    kept = blocks["Needles found, % of those that the teacher finds"]
+    assert kept["header"] == ["depth, %", "teacher's rows", "before", "after", "control"]
+    assert [kept["rows"][depth] for depth in (0, 1, 7)] == [
+        ("0", "0", "-", "-", "-"), ("12", "3.5", "100", "100", "100"), ("87", "4", "75", "75", "75")
+    ]  # fmt: skip
+    assert blocks["Retrieval heads"]["rows"] == [
+        ["layer 0, head 1", "the mean of heads 2, 3 of teacher layer 1"], ["layer 1, head 0", "the mean of heads 0, 1 of teacher layer 3"]
+    ]  # fmt: skip
+    assert blocks["Rows in which only the teacher finds the needle: 1 shown of 1"]["rows"] == [
+        ["1, 0", "40", "46", "2"]
+    ]
 
 
 def test_verdict(report):
