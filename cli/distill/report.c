@@ -2,12 +2,12 @@
 #include "device/machine.h"
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
+#include "cli/distill/document.h"
+#include "cli/distill/views.h"
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
-#include "cli/common/runner.h"
 #include "cli/common/workload.h"
 #include "cli/io/file_write.h"
-#include "view/attention_map.h"
 #include "view/page.h"
 #include "view/picture.h"
 
@@ -15,89 +15,31 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { MAP_BUCKETS = 64, MAP_BUCKET_TOKENS = 8, MAP_HEADS_MAX = 8 }; /* a bucket has some tokens at least */
-
-/* ---- Parts of the document: view/report.html says what it consists of. NULL stands for out of memory. ------------
- */
-
-static json_t *document_numbers(const double *values, int64_t count)
-{
-    json_t *const numbers = json_array();
-    for (int64_t i = 0; i < count; i++)
-        cli_json_append(numbers, cli_json_number(values[i]));
-    return numbers;
-}
-
-static json_t *document_matrix(const double *values, int64_t rows, int64_t columns)
-{
-    json_t *const matrix = json_array();
-    for (int64_t row = 0; row < rows; row++)
-        cli_json_append(matrix, document_numbers(values + row * columns, columns));
-    return matrix;
-}
-
-/* A curve of a chart. `style` is a class of the page: teacher, before, after or loss. x may be NULL. */
-static json_t *document_series(const char *name, const char *style, const double *x, const double *y, int64_t count,
-                               bool dots)
-{
-    return json_pack("{ss ss so so sb}", "name", name, "style", style, "x", document_numbers(x, x ? count : 0), "y",
-                     document_numbers(y, count), "dots", (int)dots);
-}
-
-/* A chart of curves. The axis of y is logarithmic. */
-static json_t *document_lines(const char *title, const char *x_label, double x_max, json_t *series)
-{
-    return json_pack("{ss ss ss sf sb so}", "kind", "lines", "title", title, "x_label", x_label, "x_max", x_max,
-                     "log_y", 1, "series", series);
-}
-
-/* Bars of shares, 0..1. The axis ends at the next step above `top`. */
-static json_t *document_bars(const char *title, const char *x_label, double top, json_t *groups, json_t *series)
-{
-    return json_pack("{ss ss ss sf so so}", "kind", "bars", "title", title, "x_label", x_label, "top", top, "groups",
-                     groups, "series", series);
-}
-
-/* `header` ends with NULL. */
-static json_t *document_table(const char *title, const char *const *header, json_t *rows, json_t *note)
-{
-    json_t *const names = json_array();
-    for (; *header; header++)
-        cli_json_append(names, json_string(*header));
-    return json_pack("{ss ss so so so}", "kind", "table", "title", title, "header", names, "rows", rows, "note",
-                     note);
-}
-
-static json_t *document_section(const char *title, const char *lead, json_t *blocks)
-{
-    return json_pack("{ss ss so}", "title", title, "lead", lead, "blocks", blocks);
-}
+enum { MAP_HEADS_MAX = 8 };
 
 /* ---- Key figures -------------------------------------------------------------------------------------------- */
-
-static json_t *figure(json_t *value, const char *label, json_t *detail)
-{
-    return json_pack("{so ss so}", "value", value, "label", label, "detail", detail);
-}
 
 static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double materialized = workload_of(&run->pair.problem, &inputs).materialized_size;
     json_t *const all = json_array();
-    cli_json_append(all, figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
-                                json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
+    cli_json_append(
+        all, document_figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
+                             json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
+    cli_json_append(
+        all, document_figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
+                             json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
+                                          100 * evaluate_hit_rate_t(&run->after.all),
+                                          100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)));
     cli_json_append(all,
-                    figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
-                           json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
-                                        100 * evaluate_hit_rate_t(&run->after.all),
-                                        100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)));
-    cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
-                                json_sprintf("materialized, the matrices of a step would take %s",
-                                             cli_bytes_text(materialized).text)));
-    cli_json_append(all, figure(json_sprintf("%.0f s", run->history.seconds), "of training",
-                                json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
-                                             run->request->settings.batch * run->request->settings.context)));
+                    document_figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
+                                    json_sprintf("materialized, the matrices of a step would take %s",
+                                                 cli_bytes_text(materialized).text)));
+    cli_json_append(all,
+                    document_figure(json_sprintf("%.0f s", run->history.seconds), "of training",
+                                    json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+                                                 run->request->settings.batch * run->request->settings.context)));
     return all;
 }
 
@@ -126,7 +68,7 @@ static json_t *kl_by_step(const distill_run *run)
     json_t *const held_out = json_pack("{ss ss so so sb}", "name", "held out", "style", "after", "x", held_out_x, "y",
                                        held_out_y, "dots", 1);
     return document_lines("KL by step", "step", (double)run->request->settings.steps,
-                          json_pack("[oo]", document_series("training", "loss", x, y, points, false), held_out));
+                          json_pack("[oo]", document_series("training", "loss", x, y, points), held_out));
 }
 
 static json_t *kl_by_position(const distill_run *run)
@@ -136,9 +78,8 @@ static json_t *kl_by_position(const distill_run *run)
         x[b] = (b + 0.5) * (double)run->pair.problem.len_q / EVALUATE_POSITIONS;
     const int64_t count = run->pair.problem.len_q < EVALUATE_POSITIONS ? 0 : EVALUATE_POSITIONS;
     return document_lines("KL by position", "position of the query", (double)run->pair.problem.len_q,
-                          json_pack("[oo]",
-                                    document_series("before", "before", x, run->before.kl_position, count, false),
-                                    document_series("after", "after", x, run->after.kl_position, count, false)));
+                          json_pack("[oo]", document_series("before", "before", x, run->before.kl_position, count),
+                                    document_series("after", "after", x, run->after.kl_position, count)));
 }
 
 typedef struct heads_text {
@@ -195,12 +136,8 @@ static json_t *found_by_depth(const distill_run *run)
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
         cli_json_append(groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
     }
-    json_t *const series =
-        json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher, EVALUATE_DEPTHS, false),
-                  document_series("before", "before", NULL, before, EVALUATE_DEPTHS, false),
-                  document_series("after", "after", NULL, after, EVALUATE_DEPTHS, false));
-    return document_bars("Definitions found, by depth", "depth of the definition, % of the context", 1, groups,
-                         series);
+    const document_shares shares = {teacher, before, after, 1};
+    return document_bars("Definitions found, by depth", "depth of the definition, % of the context", groups, &shares);
 }
 
 static json_t *kl_by_depth(const distill_run *run)
@@ -230,59 +167,7 @@ static json_t *depths_section(const distill_run *run)
 
 /* ---- Distances ---------------------------------------------------------------------------------------------- */
 
-enum { LOOK_BUCKETS_MAX = 40 };
-
-/* How far one attention looks on a sequence, and how spread it is. */
-typedef struct look {
-    int32_t buckets;
-    double share[LOOK_BUCKETS_MAX]; /* of the attention, by distance: 0, 1, 2 to 3, 4 to 7, ...; mean over heads */
-    double entropy[EVALUATE_HEADS_MAX]; /* nats; mean over rows: of a student head, or of its teacher heads */
-} look;
-
-typedef struct report_views {
-    attention_map map_before, map_after;
-    look teacher, before, after;
-} report_views;
-
-static void compute_look(look *found, const distill_run *run, const skl_problem *problem, const skl_inputs *inputs)
-{
-    const int64_t heads = problem->heads_s, rows = problem->len_q, group = heads / run->pair.problem.heads_s;
-    *found = (look){.buckets = runner_distance_buckets(problem)};
-    float *const entropy = cli_allocate((size_t)(heads * rows) * sizeof *entropy, "the entropies");
-    float *const mass = cli_allocate((size_t)(heads * found->buckets) * sizeof *mass, "the distances");
-    const skl_stats stats = {.struct_size = sizeof stats,
-                             .entropy = skl_output_contiguous(entropy, heads, rows, 1),
-                             .distance_mass = mass,
-                             .distance_count = found->buckets};
-    plan_runner runner;
-    runner_open(&runner, problem, &run->request->options);
-    runner_stats(&runner, inputs, &stats);
-    runner_close(&runner);
-    for (int64_t head = 0; head < heads; head++) {
-        for (int32_t n = 0; n < found->buckets; n++)
-            found->share[n] += (double)mass[head * found->buckets + n] / (double)(heads * rows);
-        for (int64_t i = 0; i < rows && head / group < EVALUATE_HEADS_MAX; i++)
-            found->entropy[head / group] += (double)entropy[head * rows + i] / (double)(group * rows);
-    }
-    free(entropy);
-    free(mass);
-}
-
-/* The teacher stands for the student, on the sequence that was projected last. */
-static void compute_look_of_teacher(look *found, const distill_run *run)
-{
-    skl_problem problem = run->pair.problem;
-    skl_inputs inputs = attention_pair_inputs(&run->pair);
-    problem.gradients = 0;
-    problem.heads_s = problem.heads_t;
-    problem.key_heads_s = problem.key_heads_t;
-    problem.dim_s = problem.dim_t;
-    inputs.q_s = inputs.q_t;
-    inputs.k_s = inputs.k_t;
-    compute_look(found, run, &problem, &inputs);
-}
-
-static json_t *attention_by_distance(const report_views *views)
+static json_t *attention_by_distance(const distill_views *views)
 {
     const look *const teacher = &views->teacher, *const before = &views->before, *const after = &views->after;
     const int32_t count = teacher->buckets;
@@ -294,14 +179,11 @@ static json_t *attention_by_distance(const report_views *views)
             groups, json_sprintf(begin < 1024 ? "%" PRId64 : "%" PRId64 "K", begin < 1024 ? begin : begin / 1024));
         top = fmax(top, fmax(teacher->share[n], fmax(before->share[n], after->share[n])));
     }
-    json_t *const series =
-        json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher->share, count, false),
-                  document_series("before", "before", NULL, before->share, count, false),
-                  document_series("after", "after", NULL, after->share, count, false));
-    return document_bars("Attention by distance", "tokens between query and key, from", top, groups, series);
+    const document_shares shares = {teacher->share, before->share, after->share, top};
+    return document_bars("Attention by distance", "tokens between query and key, from", groups, &shares);
 }
 
-static json_t *entropy_by_head(const distill_run *run, const report_views *views)
+static json_t *entropy_by_head(const distill_run *run, const distill_views *views)
 {
     static const char *const header[] = {"head", "teacher", "before", "after", NULL};
     json_t *const rows = json_array();
@@ -314,7 +196,7 @@ static json_t *entropy_by_head(const distill_run *run, const report_views *views
                           json_string("Mean over rows; that of the teacher also over the heads of a group."));
 }
 
-static json_t *distances_section(const distill_run *run, const report_views *views)
+static json_t *distances_section(const distill_run *run, const distill_views *views)
 {
     return document_section(
         "How far do they look?",
@@ -325,21 +207,6 @@ static json_t *distances_section(const distill_run *run, const report_views *vie
 
 /* ---- Maps --------------------------------------------------------------------------------------------------- */
 
-/* A student on the first held-out sequence. */
-static void view_student(attention_map *map, look *found, distill_run *run, const layer *student)
-{
-    const sequence_source *const source = &run->source->sequences;
-    const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, 0);
-    attention_pair_project_teacher(&run->pair, &run->source->task.teacher, &tokens);
-    attention_pair_project_student(&run->pair, student, &tokens);
-    const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    skl_problem problem = run->pair.problem;
-    problem.gradients = 0;
-    const int64_t most = problem.len_q / MAP_BUCKET_TOKENS, buckets = most < MAP_BUCKETS ? most : MAP_BUCKETS;
-    cli_check(attention_map_compute(map, buckets, buckets, &problem, &inputs, &run->request->options));
-    compute_look(found, run, &problem, &inputs);
-}
-
 static json_t *drawn_map(const char *caption, const char *palette, const attention_map *map, const double *values,
                          double top)
 {
@@ -347,7 +214,7 @@ static json_t *drawn_map(const char *caption, const char *palette, const attenti
                      document_matrix(values, map->rows, map->columns));
 }
 
-static json_t *head_maps(const distill_run *run, const report_views *views, int64_t head)
+static json_t *head_maps(const distill_run *run, const distill_views *views, int64_t head)
 {
     const attention_map *const before = &views->map_before, *const after = &views->map_after;
     const skl_problem *const p = &run->pair.problem;
@@ -364,7 +231,7 @@ static json_t *head_maps(const distill_run *run, const report_views *views, int6
                      (json_int_t)p->len_k, "maps", drawn);
 }
 
-static json_t *maps_section(const distill_run *run, const report_views *views)
+static json_t *maps_section(const distill_run *run, const distill_views *views)
 {
     json_t *const blocks = json_array();
     for (int64_t head = 0; head < views->map_after.heads && head < MAP_HEADS_MAX; head++)
@@ -497,7 +364,7 @@ static json_t *verdict(const distill_run *run)
         100 * evaluate_hit_rate_s(&run->before.all), before, after);
 }
 
-static json_t *document_of(const distill_run *run, const report_views *views)
+static json_t *document_of(const distill_run *run, const distill_views *views)
 {
     json_t *const sections = json_array();
     cli_json_append(sections, depths_section(run));
@@ -514,11 +381,10 @@ static json_t *document_of(const distill_run *run, const report_views *views)
 void distill_report_write(distill_run *run)
 {
     enum { DIGITS = 5 }; /* a report is looked at */
-    report_views views = {.teacher = {.buckets = 0}};
-    view_student(&views.map_before, &views.before, run, &run->source->initial_student);
-    view_student(&views.map_after, &views.after, run, &run->student.weights);
-    compute_look_of_teacher(&views.teacher, run);
-    run->peak = resident_peak();
+    distill_views views;
+    const int64_t peak_of_training = resident_peak(); /* statistics begin a new measurement */
+    distill_views_compute(&views, run);
+    run->peak = resident_peak() > peak_of_training ? resident_peak() : peak_of_training;
     json_t *const document = document_of(run, &views);
     char *const json = document ? json_dumps(document, JSON_COMPACT | JSON_REAL_PRECISION(DIGITS)) : NULL;
     if (json == NULL)
@@ -528,6 +394,5 @@ void distill_report_write(distill_run *run)
     file_write_end(page, distill_path_of(run->request, "report.html").text);
     free(json);
     json_decref(document);
-    attention_map_free(&views.map_before);
-    attention_map_free(&views.map_after);
+    distill_views_free(&views);
 }
