@@ -203,6 +203,7 @@ class _Sums:
             found = stats_of_layer(
                 layer, f"{role} layer {index}", ("entropy", "distance_mass"), distance_buckets=buckets
             )
+            assert found.entropy is not None  # it was asked for
             shares = found.distance_share.double().mean((0, 1)).tolist()
             numbers = np.array([found.entropy.double().mean().item(), *shares])
             self.looks[role, index] = self.looks.get((role, index), 0) + numbers
