@@ -152,7 +152,7 @@ def draw(rows, folder):
 
 def table(rows, groups):
     """A Markdown table of groups of layers: [(first, last)]."""
-    lines = ["| layers | first token | 1 to 15 tokens before, and itself | 1,024 or more before | entropy, nats | best head, near | best head, far |",
+    lines = ["| layers | first token | 0 to 15 tokens back | 1,024 or more back | entropy, nats | best head, near | best head, far |",
              "|" + " --- |" + " ---: |" * 6]  # fmt: skip
     for first, last in groups:
         heads = [row for row in rows if first <= int(row["layer"]) <= last]
@@ -194,6 +194,8 @@ def main():
     parser.add_argument("--layers", type=groups_of, help="print a table of groups of layers, such as 0-9,10-19")
     parser.add_argument("--out", type=Path, required=True, help="folder of heads.csv and the pictures")
     given = parser.parse_args()
+    if given.model and not given.text:
+        parser.error("--model: --text must be given too")
     given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / "heads.csv"
     if given.model:
