@@ -77,12 +77,12 @@ void attention_pair_close(attention_pair *pair)
 
 void attention_pair_project_teacher(attention_pair *pair, const layer *teacher, const sequence *tokens)
 {
-    layer_project(teacher, tokens->hidden_t, pair->problem.len_q, pair->q_t, pair->k_t, pair->threads);
+    layer_project(teacher, tokens->hidden, pair->problem.len_q, pair->q_t, pair->k_t, pair->threads);
 }
 
 void attention_pair_project_student(attention_pair *pair, const layer *student, const sequence *tokens)
 {
-    layer_project(student, tokens->hidden_s, pair->problem.len_q, pair->q_s, pair->k_s, pair->threads);
+    layer_project(student, tokens->hidden, pair->problem.len_q, pair->q_s, pair->k_s, pair->threads);
 }
 
 /* ---- Calls -------------------------------------------------------------------------------------------------- */
@@ -156,7 +156,7 @@ skl_status attention_pair_backward(attention_pair *pair, float grad_kl, const se
         status = skl_backward(pair->plan, &inputs, &gradients, pair->workspace, pair->workspace_size, NULL);
     status = finish(&tensors, status);
     if (status == SKL_OK)
-        layer_gradient_add(gradient, tokens->hidden_s, p->len_q, pair->dq_s, pair->dk_s, pair->threads);
+        layer_gradient_add(gradient, tokens->hidden, p->len_q, pair->dq_s, pair->dk_s, pair->threads);
     return status;
 }
 

@@ -10,14 +10,14 @@ typedef struct reference {
 } reference;
 
 typedef struct sequence {
-    const float *hidden_t, *hidden_s; /* [context, width] of the teacher and of the student; they may be the same */
-    const reference *references;      /* NULL: unknown */
+    const float *hidden; /* [context, width], of teacher and student */
+    const reference *references;
     int64_t reference_count;
 } sequence;
 
 typedef enum sequence_split { SPLIT_TRAINING = 0, SPLIT_HELD_OUT = 1 } sequence_split;
 
-/* A source of sequences, synthetic or from files. The result of a call is valid until the next call. */
+/* A source of sequences. The result of a call is valid until the next call. */
 typedef struct sequence_source {
     void *state;
     sequence (*at)(void *state, sequence_split split, uint64_t index);

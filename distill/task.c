@@ -273,5 +273,5 @@ sequence task_sequence(retrieval_task *task, uint64_t stream, uint64_t index)
     memset(task->hidden, 0, (size_t)(task->context * width) * sizeof *task->hidden);
     matmul_add(task->hidden, (matrix){task->parts, width, 1}, task->directions, task->context, width, width,
                task->threads);
-    return (sequence){task->hidden, task->hidden, task->references, task->reference_count};
+    return (sequence){task->hidden, task->references, task->reference_count};
 }

@@ -21,12 +21,20 @@ MEASURE = """<script>onload = () => {
         const card = table.closest(".card").getBoundingClientRect(), box = table.closest(".scroll").getBoundingClientRect();
         return box.left >= card.left && box.right <= card.right;
     };
+    const isReadable = text => { // inside its chart, and not below another text of its chart
+        const box = text.getBBox(), others = [...text.parentNode.querySelectorAll("text")].filter(other => other !== text);
+        const meets = other => { const b = other.getBBox(); return b.x < box.x + box.width && box.x < b.x + b.width && b.y < box.y + box.height && box.y < b.y + b.height; };
+        return box.x >= 0 && box.x + box.width <= text.parentNode.viewBox.baseVal.width && !others.some(meets);
+    };
     const background = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
     parent.document.documentElement.dataset.found = JSON.stringify({
         width: innerWidth, content: document.documentElement.scrollWidth, sections: all("section").length,
         maps: all("figure > canvas").length, drawn: all("figure > canvas").every(canvas => colours(canvas) > 1),
         charts: all("svg.chart").length, lines: all("svg.chart path").every(path => !path.getAttribute("d").includes("NaN")),
         tables: all("table").length, inside: all("table").every(isInside), dark: background[0] < 128,
+        labels: all("svg.chart text").filter(text => !isReadable(text)).map(text => text.textContent),
+        axes: all("figure").every(figure => [".down", ".across"].every(side => Number(figure.querySelector(side).lastChild.textContent) > 0)),
+        verdict: document.querySelector(".verdict").getBoundingClientRect().height > 0,
     });
 }</script>"""
 
@@ -61,3 +69,4 @@ def check_report(path, tmp_path, width, dark, maps):
     assert found["sections"] == len(document_of(page)["sections"]) and found["charts"] > 0 and found["lines"], found
     assert found["maps"] == maps and found["drawn"], found
     assert found["tables"] > 0 and found["inside"] and found["dark"] == dark, found
+    assert found["labels"] == [] and found["axes"] and found["verdict"], found

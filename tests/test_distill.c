@@ -163,15 +163,15 @@ static void sequences_are_a_function_of_seed_and_index(void **state)
     const size_t size = (size_t)(small_task.context * small_task.teacher.width) * sizeof(float);
     const sequence other = task_sequence(&second, SPLIT_TRAINING, 3);
     task_sequence(&first, SPLIT_TRAINING, 4);
-    assert_memory_not_equal(first.hidden, other.hidden_t, size);
+    assert_memory_not_equal(first.hidden, other.hidden, size);
     const sequence again = task_sequence(&first, SPLIT_TRAINING, 3);
-    assert_memory_equal(again.hidden_t, other.hidden_t, size);
+    assert_memory_equal(again.hidden, other.hidden, size);
     assert_int_equal(again.reference_count, other.reference_count);
     assert_memory_equal(again.references, other.references, (size_t)again.reference_count * sizeof(reference));
     assert_memory_equal(first.teacher.w_q, second.teacher.w_q,
                         (size_t)layer_q_count(&small_task.teacher) * sizeof(float));
     task_sequence(&first, SPLIT_HELD_OUT, 3);
-    assert_memory_not_equal(first.hidden, other.hidden_t, size);
+    assert_memory_not_equal(first.hidden, other.hidden, size);
     task_free(&first);
     task_free(&second);
 }

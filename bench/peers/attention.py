@@ -116,6 +116,28 @@ def materialized(shape, device):
     return kl
 
 
+def flex_attend(visible, length, device, score_mod=None):
+    """A compiled FlexAttention of q, k, v that returns its output and its LSE. `visible(b, h, i, j)`; None: all pairs.
+
+    PyTorch 2.9 deprecates return_lse and offers return_aux.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    has_aux, options = hasattr(flex, "AuxRequest"), dict(score_mod=score_mod)
+    if visible is not None:
+        create = flex.create_block_mask if length <= 32768 else compiled(flex.create_block_mask)  # eager: length^2 bytes
+        options["block_mask"] = create(visible, None, None, length, length, device=device)
+
+    @compiled
+    def attend(q, k, v):
+        if has_aux:
+            output, aux = flex.flex_attention(q, k, v, **options, return_aux=flex.AuxRequest(lse=True))
+            return output, aux.lse
+        return flex.flex_attention(q, k, v, **options, return_lse=True)
+
+    return attend
+
+
 def flex_composition(shape, device):
     """Attention KL from three FlexAttention calls, in O(N) memory. With p = softmax(x), since logits are linear in k:
 
@@ -126,19 +148,8 @@ def flex_composition(shape, device):
     Gradients flow to q_s through the second line and lse_y, and to k_s through the value of the second call and lse_y.
     Of the third call only the LSE is used. The sums are rounded to bf16 before they are subtracted: see the errors.
     """
-    from torch.nn.attention import flex_attention as flex
-
-    has_aux, scale, mask, length = hasattr(flex, "AuxRequest"), shape.dim_s**-0.5, None, shape.length
-    if shape.causal:
-        mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=device)
-
-    @compiled
-    def attend(q, k, v):
-        """Attention and LSE. PyTorch 2.9 deprecates return_lse and offers return_aux."""
-        if has_aux:
-            output, aux = flex.flex_attention(q, k, v, block_mask=mask, return_aux=flex.AuxRequest(lse=True))
-            return output, aux.lse
-        return flex.flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    scale = shape.dim_s**-0.5
+    attend = flex_attend((lambda b, h, i, j: i >= j) if shape.causal else None, shape.length, device)
 
     @compiled
     def mean_logit(q, mean_k):

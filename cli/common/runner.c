@@ -78,6 +78,15 @@ void runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gr
         &runner->backward_seconds);
 }
 
+int32_t runner_distance_buckets(const skl_problem *problem)
+{
+    const int64_t longest = problem->len_k > problem->len_q ? problem->len_k : problem->len_q;
+    int32_t count = 1;
+    while (count < 40 && (longest - 1) >> (count - 1) > 0)
+        count++;
+    return count;
+}
+
 double runner_stats(plan_runner *runner, const skl_inputs *inputs, const skl_stats *stats)
 {
     skl_inputs read = *inputs;

@@ -26,6 +26,9 @@ void runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gr
 
 /* Runs skl_attention_stats in a workspace of its own, and returns the seconds of its kernels. */
 double runner_stats(plan_runner *runner, const skl_inputs *inputs, const skl_stats *stats);
+
+/* The number of distance buckets that hold every distance of a problem: bucket n has distances below 2^n. */
+int32_t runner_distance_buckets(const skl_problem *problem);
 void runner_close(plan_runner *runner);
 
 /* "on 4 threads", "on NVIDIA H200" */

@@ -15,24 +15,18 @@
 
 static const char doc[] =
     "Distill attention: train W_q and W_k of a student on the attention KL to a teacher at a long context, and "
-    "measure whether the student then uses the whole context. Without files the task is synthetic: definitions, "
+    "measure whether the student then uses the whole context. The task is synthetic: definitions, "
     "distractors, and references to definitions up to thousands of tokens back, which the teacher finds."
     "\vThe folder DIR gets student.safetensors (w_q and w_k) and report.html. Ctrl-C ends the training early, and "
-    "both files then describe the student so far; the exit status is 130. Runs that take hours, with checkpoints, "
-    "are what streamkl-distill of the Python package is for.\n"
-    "\n"
-    "With --teacher and --student, the teacher's file contains hidden [sequences, context, hidden], w_q [heads, dim, "
-    "hidden] and w_k [key heads, dim, hidden]. The student's file contains the initial w_q and w_k, and optionally "
-    "hidden. Weights of shape [heads * dim, hidden] need --heads-t and --heads-s. The last --held-out sequences are "
-    "used for evaluation only. Attention is causal, without rotary embedding.\n"
+    "both files then describe the student so far; the exit status is 130. To distill a model of your own, use "
+    "streamkl-distill of the Python package.\n"
     "\n"
     "With --device cuda the GPU computes the attention KL and its gradients, the CPU computes the projections.\n"
     "\n"
     "Examples:\n"
     "  streamkl distill\n"
     "  streamkl distill --context 32768 --steps 60\n"
-    "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2\n"
-    "  streamkl distill --teacher big.safetensors --student small.safetensors";
+    "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
@@ -51,12 +45,6 @@ static const cli_option task_options[] = {
     {"dim-t", "N", parse_count, SETTING(dim_t), "Size of a teacher head; default 48"},
     {"heads-s", "N", parse_count, SETTING(heads_s), "Heads of the student; default 2"},
     {"dim-s", "N", parse_count, SETTING(dim_s), "Size of a student head; default 32"},
-    {0},
-};
-
-static const cli_option file_options[] = {
-    {"teacher", "FILE", parse_string, SETTING(teacher_path), "Safetensors with hidden, w_q and w_k of the teacher"},
-    {"student", "FILE", parse_string, SETTING(student_path), "Safetensors with w_q and w_k of the student"},
     {0},
 };
 
@@ -79,8 +67,7 @@ static const cli_option result_options[] = {
 };
 
 static const option_group groups[] = {
-    {"Synthetic task:", task_options, 0},
-    {"Your own files:", file_options, 0},
+    {"Task:", task_options, 0},
     {"Training:", training_options, 0},
     {"Result:", result_options, 0},
     {"Engine:", engine_options, offsetof(distill_request, options)},
@@ -106,8 +93,7 @@ static void make_folder(const distill_request *request)
     const distill_path student = distill_path_of(request, "student.safetensors");
     const distill_path report = distill_path_of(request, "report.html");
     const output_file outputs[] = {{"--out", student.text}, {"--out", report.text}};
-    const char *const inputs[] = {request->settings.teacher_path, request->settings.student_path};
-    file_outputs_check(outputs, 2, inputs, request->settings.teacher_path ? 2 : 0);
+    file_outputs_check(outputs, 2, NULL, 0);
 }
 
 static void open_run(distill_run *run)
@@ -148,7 +134,7 @@ static void print_title(const distill_run *run)
 static void evaluate_student(distill_run *run, evaluation *result, const layer *student)
 {
     static const volatile int never = 0;
-    cli_check(evaluate(result, &run->pair, run->source->teacher, student, &run->source->sequences,
+    cli_check(evaluate(result, &run->pair, &run->source->task.teacher, student, &run->source->sequences,
                        run->request->settings.held_out, &never));
 }
 
@@ -159,7 +145,6 @@ static void finish(distill_run *run)
     evaluate_student(run, &run->after, &run->student.weights);
     distill_student_save(run);
     distill_report_write(run);
-    distill_source_unchanged(run->source);
     file_write_commit();
     if (run->request->json) {
         distill_print_json(run);
@@ -178,6 +163,8 @@ int cmd_distill(int argc, char **argv)
         .settings = {.context = 8192,
                      .needles = 32,
                      .hidden = 64,
+                     .heads_t = 4,
+                     .heads_s = 2,
                      .dim_t = 48,
                      .dim_s = 32,
                      .steps = 160,
@@ -191,7 +178,7 @@ int cmd_distill(int argc, char **argv)
     options_parse(&command, argc, argv, &request);
     signal(SIGINT, stop_on_signal);
     signal(SIGTERM, stop_on_signal);
-    distill_source source = {.retrieves = false};
+    distill_source source = {.sequences = {NULL, NULL}};
     distill_run run = {.request = &request, .source = &source};
     run.pair.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
     distill_source_open(&source, &request.settings, run.pair.threads);

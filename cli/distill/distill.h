@@ -5,7 +5,6 @@
 #include "distill/evaluate.h"
 #include "distill/task.h"
 #include "distill/train.h"
-#include "cli/io/tensor_file.h"
 
 #include <stdbool.h>
 
@@ -16,7 +15,6 @@ typedef struct distill_settings {
     int64_t steps, batch, held_out, seed;
     float rate;
     skl_direction direction;
-    const char *teacher_path, *student_path; /* NULL: the synthetic task */
 } distill_settings;
 
 typedef struct distill_request {
@@ -28,34 +26,15 @@ typedef struct distill_request {
 
 /* ---- Sequences and layers ----------------------------------------------------------------------------------- */
 
-/* Sequences from the user's files, converted to f32 one at a time. */
-typedef struct distill_files {
-    tensor_file *teacher_file, *student_file;
-    const stored_tensor *hidden_t, *hidden_s; /* [sequences, context, width]; equal if the student file has none */
-    const void *data_t, *data_s;
-    float *buffer_t, *buffer_s; /* of one sequence */
-    int64_t context, sequences, held_out;
-    uint64_t seed;
-} distill_files;
-
 typedef struct distill_source {
     attention_pair_shape shape;
-    sequence_source sequences;
-    const layer *teacher;
-    layer initial_student; /* before training */
-    bool retrieves;        /* the references of each sequence are known */
-    retrieval_task synthetic;
-    layer teacher_from_file;
-    distill_files files;
+    retrieval_task task;       /* contains the teacher */
+    sequence_source sequences; /* those of the task */
+    layer initial_student;     /* before training */
 } distill_source;
 
-/* Both set the shapes in `settings` that the source determines. */
-void distill_source_open(distill_source *source, distill_settings *settings, int threads); /* CPU threads */
-void distill_files_open(distill_source *source, distill_settings *settings);
+void distill_source_open(distill_source *source, const distill_settings *settings, int threads); /* CPU threads */
 void distill_source_close(distill_source *source);
-
-/* Call it before results are written: refuses files that changed since they were opened. */
-void distill_source_unchanged(const distill_source *source);
 
 /* ---- The run ------------------------------------------------------------------------------------------------ */
 

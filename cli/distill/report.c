@@ -2,11 +2,12 @@
 #include "device/machine.h"
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
+#include "cli/distill/document.h"
+#include "cli/distill/views.h"
 #include "cli/common/options.h"
 #include "cli/common/resident.h"
 #include "cli/common/workload.h"
 #include "cli/io/file_write.h"
-#include "view/attention_map.h"
 #include "view/page.h"
 #include "view/picture.h"
 
@@ -14,83 +15,31 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { MAP_BUCKETS = 64, MAP_HEADS_MAX = 8 };
-
-/* ---- Parts of the document: view/report.html says what it consists of. NULL stands for out of memory. ------------
- */
-
-static json_t *document_numbers(const double *values, int64_t count)
-{
-    json_t *const numbers = json_array();
-    for (int64_t i = 0; i < count; i++)
-        cli_json_append(numbers, cli_json_number(values[i]));
-    return numbers;
-}
-
-static json_t *document_matrix(const double *values, int64_t rows, int64_t columns)
-{
-    json_t *const matrix = json_array();
-    for (int64_t row = 0; row < rows; row++)
-        cli_json_append(matrix, document_numbers(values + row * columns, columns));
-    return matrix;
-}
-
-/* A curve of a chart. `style` is a class of the page: teacher, before, after or loss. x may be NULL. */
-static json_t *document_series(const char *name, const char *style, const double *x, const double *y, int64_t count,
-                               bool dots)
-{
-    return json_pack("{ss ss so so sb}", "name", name, "style", style, "x", document_numbers(x, x ? count : 0), "y",
-                     document_numbers(y, count), "dots", (int)dots);
-}
-
-/* A chart of curves. The axis of y is logarithmic. */
-static json_t *document_lines(const char *title, const char *x_label, double x_max, json_t *series)
-{
-    return json_pack("{ss ss ss sf sb so}", "kind", "lines", "title", title, "x_label", x_label, "x_max", x_max,
-                     "log_y", 1, "series", series);
-}
-
-/* `header` ends with NULL. */
-static json_t *document_table(const char *title, const char *const *header, json_t *rows, json_t *note)
-{
-    json_t *const names = json_array();
-    for (; *header; header++)
-        cli_json_append(names, json_string(*header));
-    return json_pack("{ss ss so so so}", "kind", "table", "title", title, "header", names, "rows", rows, "note",
-                     note);
-}
-
-static json_t *document_section(const char *title, const char *lead, json_t *blocks)
-{
-    return json_pack("{ss ss so}", "title", title, "lead", lead, "blocks", blocks);
-}
+enum { MAP_HEADS_MAX = 8 };
 
 /* ---- Key figures -------------------------------------------------------------------------------------------- */
-
-static json_t *figure(json_t *value, const char *label, json_t *detail)
-{
-    return json_pack("{so ss so}", "value", value, "label", label, "detail", detail);
-}
 
 static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double materialized = workload_of(&run->pair.problem, &inputs).materialized_size;
     json_t *const all = json_array();
-    cli_json_append(all, figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
-                                json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
-    if (run->source->retrieves)
-        cli_json_append(all, figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)),
-                                    "definitions found",
-                                    json_sprintf("teacher %.0f %%, before training %.0f %%",
-                                                 100 * evaluate_hit_rate_t(&run->after.all),
-                                                 100 * evaluate_hit_rate_s(&run->before.all))));
-    cli_json_append(all, figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
-                                json_sprintf("materialized, the matrices of a step would take %s",
-                                             cli_bytes_text(materialized).text)));
-    cli_json_append(all, figure(json_sprintf("%.0f s", run->history.seconds), "of training",
-                                json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
-                                             run->request->settings.batch * run->request->settings.context)));
+    cli_json_append(
+        all, document_figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
+                             json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
+    cli_json_append(
+        all, document_figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
+                             json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
+                                          100 * evaluate_hit_rate_t(&run->after.all),
+                                          100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)));
+    cli_json_append(all,
+                    document_figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
+                                    json_sprintf("materialized, the matrices of a step would take %s",
+                                                 cli_bytes_text(materialized).text)));
+    cli_json_append(all,
+                    document_figure(json_sprintf("%.0f s", run->history.seconds), "of training",
+                                    json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+                                                 run->request->settings.batch * run->request->settings.context)));
     return all;
 }
 
@@ -119,7 +68,7 @@ static json_t *kl_by_step(const distill_run *run)
     json_t *const held_out = json_pack("{ss ss so so sb}", "name", "held out", "style", "after", "x", held_out_x, "y",
                                        held_out_y, "dots", 1);
     return document_lines("KL by step", "step", (double)run->request->settings.steps,
-                          json_pack("[oo]", document_series("training", "loss", x, y, points, false), held_out));
+                          json_pack("[oo]", document_series("training", "loss", x, y, points), held_out));
 }
 
 static json_t *kl_by_position(const distill_run *run)
@@ -129,24 +78,39 @@ static json_t *kl_by_position(const distill_run *run)
         x[b] = (b + 0.5) * (double)run->pair.problem.len_q / EVALUATE_POSITIONS;
     const int64_t count = run->pair.problem.len_q < EVALUATE_POSITIONS ? 0 : EVALUATE_POSITIONS;
     return document_lines("KL by position", "position of the query", (double)run->pair.problem.len_q,
-                          json_pack("[oo]",
-                                    document_series("before", "before", x, run->before.kl_position, count, false),
-                                    document_series("after", "after", x, run->after.kl_position, count, false)));
+                          json_pack("[oo]", document_series("before", "before", x, run->before.kl_position, count),
+                                    document_series("after", "after", x, run->after.kl_position, count)));
+}
+
+typedef struct heads_text {
+    char text[64];
+} heads_text;
+
+/* The teacher heads that a student head learns from, in words. */
+static heads_text teacher_heads(const skl_problem *problem, int64_t head)
+{
+    const int64_t group_size = problem->heads_t / problem->heads_s;
+    heads_text heads;
+    if (group_size == 1)
+        snprintf(heads.text, sizeof heads.text, "teacher head %" PRId64, head);
+    else
+        snprintf(heads.text, sizeof heads.text, "the mean of teacher heads %" PRId64 "..%" PRId64, head * group_size,
+                 (head + 1) * group_size - 1);
+    return heads;
 }
 
 static json_t *kl_by_head(const distill_run *run)
 {
-    static const char *const header[] = {"head", "learns the mean of", "before", "after", "times smaller", NULL};
-    const int64_t heads = run->pair.problem.heads_s, group_size = run->pair.problem.heads_t / heads;
+    static const char *const header[] = {"head", "learns from", "before", "after", "times smaller", NULL};
+    const int64_t heads = run->pair.problem.heads_s;
     json_t *const rows = json_array();
     for (int64_t head = 0; head < heads && head < EVALUATE_HEADS_MAX; head++) {
         const double before = run->before.kl_head[head], after = run->after.kl_head[head];
-        const char *const kind = !run->source->retrieves ? "" : task_head_retrieves(head) ? ", retrieval" : ", topic";
-        cli_json_append(rows, json_pack("[oooo o]", json_sprintf("%" PRId64 "%s", head, kind),
-                                        json_sprintf("teacher heads %" PRId64 "..%" PRId64, head * group_size,
-                                                     (head + 1) * group_size - 1),
-                                        cli_json_number(before), cli_json_number(after),
-                                        json_sprintf("%.0f", before / after)));
+        const char *const kind = task_head_retrieves(head) ? "retrieval" : "topic";
+        cli_json_append(rows,
+                        json_pack("[oooo o]", json_sprintf("%" PRId64 ", %s", head, kind),
+                                  json_string(teacher_heads(&run->pair.problem, head).text), cli_json_number(before),
+                                  cli_json_number(after), json_sprintf("%.0f", before / after)));
     }
     return document_table("KL by head", header, rows, json_null());
 }
@@ -172,12 +136,8 @@ static json_t *found_by_depth(const distill_run *run)
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
         cli_json_append(groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
     }
-    json_t *const series =
-        json_pack("[ooo]", document_series("teacher", "teacher", NULL, teacher, EVALUATE_DEPTHS, false),
-                  document_series("before", "before", NULL, before, EVALUATE_DEPTHS, false),
-                  document_series("after", "after", NULL, after, EVALUATE_DEPTHS, false));
-    return json_pack("{ss ss ss so so}", "kind", "bars", "title", "Definitions found, by depth", "x_label",
-                     "depth of the definition, % of the context", "groups", groups, "series", series);
+    const document_shares shares = {teacher, before, after, 1};
+    return document_bars("Definitions found, by depth", "depth of the definition, % of the context", groups, &shares);
 }
 
 static json_t *kl_by_depth(const distill_run *run)
@@ -205,24 +165,47 @@ static json_t *depths_section(const distill_run *run)
                             json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
 }
 
-/* ---- Maps --------------------------------------------------------------------------------------------------- */
+/* ---- Distances ---------------------------------------------------------------------------------------------- */
 
-typedef struct report_maps {
-    attention_map before, after;
-} report_maps;
-
-/* The map of a student on the first held-out sequence. */
-static void map_student(attention_map *map, distill_run *run, const layer *student)
+static json_t *attention_by_distance(const distill_views *views)
 {
-    const sequence_source *const source = &run->source->sequences;
-    const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, 0);
-    attention_pair_project_teacher(&run->pair, run->source->teacher, &tokens);
-    attention_pair_project_student(&run->pair, student, &tokens);
-    const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    skl_problem problem = run->pair.problem;
-    problem.gradients = 0;
-    cli_check(attention_map_compute(map, MAP_BUCKETS, MAP_BUCKETS, &problem, &inputs, &run->request->options));
+    const look *const teacher = &views->teacher, *const before = &views->before, *const after = &views->after;
+    const int32_t count = teacher->buckets;
+    json_t *const groups = json_array();
+    double top = 0;
+    for (int32_t n = 0; n < count; n++) {
+        const int64_t begin = n == 0 ? 0 : (int64_t)1 << (n - 1);
+        cli_json_append(
+            groups, json_sprintf(begin < 1024 ? "%" PRId64 : "%" PRId64 "K", begin < 1024 ? begin : begin / 1024));
+        top = fmax(top, fmax(teacher->share[n], fmax(before->share[n], after->share[n])));
+    }
+    const document_shares shares = {teacher->share, before->share, after->share, top};
+    return document_bars("Attention by distance", "tokens between query and key, from", groups, &shares);
 }
+
+static json_t *entropy_by_head(const distill_run *run, const distill_views *views)
+{
+    static const char *const header[] = {"head", "teacher", "before", "after", NULL};
+    json_t *const rows = json_array();
+    for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
+        cli_json_append(rows, json_pack("[oooo]", json_sprintf("%" PRId64, head),
+                                        cli_json_number(views->teacher.entropy[head]),
+                                        cli_json_number(views->before.entropy[head]),
+                                        cli_json_number(views->after.entropy[head])));
+    return document_table("Entropy by head, nats", header, rows,
+                          json_string("Mean over rows; that of the teacher also over the heads of a group."));
+}
+
+static json_t *distances_section(const distill_run *run, const distill_views *views)
+{
+    return document_section(
+        "How far do they look?",
+        "The attention of teacher and student to keys on one held-out sequence, by how many tokens "
+        "they are apart: mean over heads and rows.",
+        json_pack("[oo]", attention_by_distance(views), entropy_by_head(run, views)));
+}
+
+/* ---- Maps --------------------------------------------------------------------------------------------------- */
 
 static json_t *drawn_map(const char *caption, const char *palette, const attention_map *map, const double *values,
                          double top)
@@ -231,9 +214,10 @@ static json_t *drawn_map(const char *caption, const char *palette, const attenti
                      document_matrix(values, map->rows, map->columns));
 }
 
-static json_t *head_maps(const report_maps *maps, int64_t head)
+static json_t *head_maps(const distill_run *run, const distill_views *views, int64_t head)
 {
-    const attention_map *const before = &maps->before, *const after = &maps->after;
+    const attention_map *const before = &views->map_before, *const after = &views->map_after;
+    const skl_problem *const p = &run->pair.problem;
     const int64_t cells = after->rows * after->columns, at = head * cells;
     const double top = picture_bright(after->p + at, cells), kl_top = picture_bright(before->kl + at, cells);
     json_t *const drawn =
@@ -242,20 +226,22 @@ static json_t *head_maps(const report_maps *maps, int64_t head)
                   drawn_map("student after", "share", after, after->s + at, top),
                   drawn_map("contributions to the KL, before", "signed", before, before->kl + at, kl_top),
                   drawn_map("contributions to the KL, after", "signed", after, after->kl + at, kl_top));
-    return json_pack("{ss so so}", "kind", "maps", "title", json_sprintf("Head %" PRId64, head), "maps", drawn);
+    return json_pack("{ss so so s[II] so}", "kind", "maps", "title", json_sprintf("Head %" PRId64, head), "note",
+                     json_sprintf("learns from %s", teacher_heads(p, head).text), "tokens", (json_int_t)p->len_q,
+                     (json_int_t)p->len_k, "maps", drawn);
 }
 
-static json_t *maps_section(const report_maps *maps)
+static json_t *maps_section(const distill_run *run, const distill_views *views)
 {
     json_t *const blocks = json_array();
-    for (int64_t head = 0; head < maps->after.heads && head < MAP_HEADS_MAX; head++)
-        cli_json_append(blocks, head_maps(maps, head));
+    for (int64_t head = 0; head < views->map_after.heads && head < MAP_HEADS_MAX; head++)
+        cli_json_append(blocks, head_maps(run, views, head));
     return document_section(
         "Attention maps",
-        "Attention on one held-out sequence, pooled into 64 x 64 buckets: queries from top to bottom, keys from left "
-        "to right. Brightness is the square root of the attention, with one scale per head, clipped at the 99th "
-        "percentile of the teacher. In the KL, orange marks attention that the student misses, blue attention that "
-        "it gives in excess.",
+        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to "
+        "right, numbered by token. Brightness is the square root of the attention, with one scale per head, clipped "
+        "at the 99th percentile of the teacher. In the KL, orange marks attention that the student misses, blue "
+        "attention that it gives in excess.",
         blocks);
 }
 
@@ -315,11 +301,8 @@ static json_t *command_block(const distill_settings *settings)
     if (stream == NULL)
         return NULL;
     fprintf(stream, "streamkl distill");
-    if (settings->teacher_path)
-        fprintf(stream, " --teacher %s --student %s", settings->teacher_path, settings->student_path);
     for (size_t c = 0; c < COUNTS; c++)
-        if (!settings->teacher_path || counts[c].offset >= offsetof(distill_settings, steps))
-            fprintf(stream, " --%s %" PRId64, counts[c].name, count_of(settings, c));
+        fprintf(stream, " --%s %" PRId64, counts[c].name, count_of(settings, c));
     fprintf(stream, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
     const bool complete = !ferror(stream);
     json_t *const block =
@@ -368,27 +351,41 @@ static json_t *lead(const distill_run *run)
         s->heads_s, s->dim_s, s->heads_t, s->dim_t, s->context, direction_formula(s->direction), stopped);
 }
 
-static json_t *document_of(const distill_run *run, const report_maps *maps)
+/* One line: what training has changed. */
+static json_t *verdict(const distill_run *run)
+{
+    const double before = run->before.kl, after = run->after.kl;
+    if (!(after < before))
+        return json_sprintf("The attention KL did not fall: %.3g nats before training, %.3g after.", before, after);
+    return json_sprintf(
+        "The student finds %.0f %% of the definitions (teacher %.0f %%, before training %.0f %%): its "
+        "attention KL fell from %.3g to %.3g nats.",
+        100 * evaluate_hit_rate_s(&run->after.all), 100 * evaluate_hit_rate_t(&run->after.all),
+        100 * evaluate_hit_rate_s(&run->before.all), before, after);
+}
+
+static json_t *document_of(const distill_run *run, const distill_views *views)
 {
     json_t *const sections = json_array();
-    if (run->source->retrieves)
-        cli_json_append(sections, depths_section(run));
-    cli_json_append(sections, maps_section(maps));
+    cli_json_append(sections, depths_section(run));
+    cli_json_append(sections, distances_section(run, views));
+    cli_json_append(sections, maps_section(run, views));
     cli_json_append(sections, training_section(run));
     cli_json_append(sections, costs_section(run));
     cli_json_append(sections, settings_section(run));
-    return json_pack("{ss so so so so}", "title", "Attention distillation", "lead", lead(run), "figures",
-                     figures(run), "sections", sections, "footer", json_sprintf("StreamKL %s", skl_version()));
+    return json_pack("{ss so so so so so}", "title", "Attention distillation", "verdict", verdict(run), "lead",
+                     lead(run), "figures", figures(run), "sections", sections, "footer",
+                     json_sprintf("StreamKL %s", skl_version()));
 }
 
 void distill_report_write(distill_run *run)
 {
     enum { DIGITS = 5 }; /* a report is looked at */
-    report_maps maps = {.before = {0}};
-    map_student(&maps.before, run, &run->source->initial_student);
-    map_student(&maps.after, run, &run->student.weights);
-    run->peak = resident_peak();
-    json_t *const document = document_of(run, &maps);
+    distill_views views;
+    const int64_t peak_of_training = resident_peak(); /* statistics begin a new measurement */
+    distill_views_compute(&views, run);
+    run->peak = resident_peak() > peak_of_training ? resident_peak() : peak_of_training;
+    json_t *const document = document_of(run, &views);
     char *const json = document ? json_dumps(document, JSON_COMPACT | JSON_REAL_PRECISION(DIGITS)) : NULL;
     if (json == NULL)
         cli_fail(CLI_NO_MEMORY, "out of memory for the report");
@@ -397,6 +394,5 @@ void distill_report_write(distill_run *run)
     file_write_end(page, distill_path_of(run->request, "report.html").text);
     free(json);
     json_decref(document);
-    attention_map_free(&maps.before);
-    attention_map_free(&maps.after);
+    distill_views_free(&views);
 }

@@ -80,8 +80,7 @@ void distill_print_result(const distill_run *run)
     const distill_settings *const settings = &run->request->settings;
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const workload work = workload_of(&run->pair.problem, &inputs);
-    if (run->source->retrieves)
-        print_depths(run);
+    print_depths(run);
     printf("\n%sHeld-out KL%s %.4g before, %.4g after: %s%.0f times%s smaller, on %" PRId64 " sequences of %" PRId64
            " tokens\n",
            style.bold, style.plain, run->before.kl, run->after.kl, style.good, distill_kl_ratio(run), style.plain,

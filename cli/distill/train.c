@@ -82,7 +82,7 @@ static void record_evaluation(distill_run *run)
 {
     distill_history *const history = &run->history;
     evaluation now;
-    cli_check(evaluate(&now, &run->pair, run->source->teacher, &run->student.weights, &run->source->sequences,
+    cli_check(evaluate(&now, &run->pair, &run->source->task.teacher, &run->student.weights, &run->source->sequences,
                        run->request->settings.held_out, &distill_stop));
     if (distill_stop)
         return;
@@ -118,8 +118,8 @@ static void take_step(distill_run *run, const training_config *config)
 void distill_train(distill_run *run)
 {
     const distill_settings *const settings = &run->request->settings;
-    const training_config config = {run->source->teacher, &run->source->sequences, settings->steps, settings->batch,
-                                    settings->rate};
+    const training_config config = {&run->source->task.teacher, &run->source->sequences, settings->steps,
+                                    settings->batch, settings->rate};
     print_heading(run);
     while (!distill_stop) {
         if (evaluation_is_due(run))

@@ -50,7 +50,7 @@ static const char *parse_student(const char *text, void *value)
     return parse_name(text, student_names, 2, value, "attention or indexer");
 }
 
-const char *kl_parse_layout(const char *text, void *value)
+static const char *parse_layout(const char *text, void *value)
 {
     return parse_name(text, kl_layout_names, 2, value, "bhnd or bnhd");
 }
@@ -62,13 +62,17 @@ static const char *parse_reduction(const char *text, void *value)
 
 #define NAME(role) offsetof(kl_request, names[role])
 
-const cli_option kl_input_options[] = {
+const cli_option kl_pair_options[] = {
     {"q-t", "NAME", parse_string, NAME(ROLE_Q_T), "Name of the teacher's queries in the files; default q_t"},
     {"k-t", "NAME", parse_string, NAME(ROLE_K_T), "Name of the teacher's keys; default k_t"},
     {"q-s", "NAME", parse_string, NAME(ROLE_Q_S), "Name of the student's queries; default q_s"},
     {"k-s", "NAME", parse_string, NAME(ROLE_K_S), "Name of the student's keys; default k_s"},
     {"lse-t", "NAME", parse_string, NAME(ROLE_LSE_T), "Name of the teacher's log-sum-exp; default lse_t, if present"},
-    {"layout", "bhnd|bnhd", kl_parse_layout, offsetof(kl_request, layout),
+    {0},
+};
+
+const cli_option kl_sequence_options[] = {
+    {"layout", "bhnd|bnhd", parse_layout, offsetof(kl_request, layout),
      "Order of the axes: batch, heads, length, dim (default), or batch, length, heads, dim, which PyTorch's flash "
      "attention and streamkl.attention_kl have"},
     {"key-lengths", "LIST|NAME", parse_string, NAME(ROLE_KEY_LENGTHS),
@@ -119,7 +123,8 @@ static const cli_option result_options[] = {
 };
 
 static const option_group groups[] = {
-    {"Input:", kl_input_options, 0},
+    {"Input:", kl_pair_options, 0},
+    {"Layout and sequences:", kl_sequence_options, 0},
     {"Student:", student_options, 0},
     {"Sinks:", sink_options, 0},
     {"Result:", result_options, 0},

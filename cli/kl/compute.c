@@ -9,7 +9,7 @@
 
 /* ---- Buffers ------------------------------------------------------------------------------------------------ */
 
-static void *allocate_output(size_t size, const char *name)
+void *kl_allocate_output(size_t size, const char *name)
 {
     void *const data = resident_allocate(size);
     if (data == NULL)
@@ -20,7 +20,7 @@ static void *allocate_output(size_t size, const char *name)
 static float *allocate_rows(const skl_problem *problem, int64_t heads, float value, const char *name)
 {
     const int64_t count = kl_row_count(problem, heads);
-    float *const rows = allocate_output((size_t)count * sizeof(float), name);
+    float *const rows = kl_allocate_output((size_t)count * sizeof(float), name);
     for (int64_t i = 0; i < count; i++)
         rows[i] = value;
     return rows;
@@ -57,7 +57,7 @@ static void *allocate_gradient(const kl_inputs *inputs, const kl_view *view, kl_
 {
     const stored_tensor *const tensor = view->stored;
     const size_t widening = inputs->problem.grad_f32 ? sizeof(float) / tensor_dtype_size(tensor->dtype) : 1;
-    return allocate_output(tensor->size * widening, kl_role_names[role]);
+    return kl_allocate_output(tensor->size * widening, kl_role_names[role]);
 }
 
 static void allocate_gradients(kl_results *results, const kl_inputs *inputs)
@@ -69,9 +69,9 @@ static void allocate_gradients(kl_results *results, const kl_inputs *inputs)
     if (problem->gradients & SKL_DW_S)
         results->dw_s = allocate_gradient(inputs, &inputs->w_s, ROLE_W_S);
     if (problem->gradients & SKL_DSINK_T)
-        results->dsink_t = allocate_output((size_t)problem->heads_t * sizeof(float), "dsink_t");
+        results->dsink_t = kl_allocate_output((size_t)problem->heads_t * sizeof(float), "dsink_t");
     if (problem->gradients & SKL_DSINK_S)
-        results->dsink_s = allocate_output((size_t)problem->heads_s * sizeof(float), "dsink_s");
+        results->dsink_s = kl_allocate_output((size_t)problem->heads_s * sizeof(float), "dsink_s");
 }
 
 /* ---- Forward and reduction ---------------------------------------------------------------------------------- */

@@ -80,11 +80,9 @@ typedef struct kl_request {
     int32_t one_model; /* only q_s, k_s and sink_s are read, and stand for the teacher's, too */
 } kl_request;
 
-/* "bhnd" or "bnhd" into a kl_layout. Returns what is accepted, or NULL. */
-const char *kl_parse_layout(const char *text, void *value);
-
-/* Names and layout of the tensors in files: options of a kl_request. */
-extern const cli_option kl_input_options[];
+/* Options of a kl_request. */
+extern const cli_option kl_pair_options[];     /* names of the queries and keys of both models */
+extern const cli_option kl_sequence_options[]; /* layout, key lengths, packed sequences and row bounds */
 
 /* Refuses outputs that are inputs of the request, equal, or not writable. */
 void kl_outputs_check(const kl_request *request, const output_file *outputs, size_t count);
@@ -141,6 +139,9 @@ typedef struct kl_results {
     double sum;                           /* of the KL over the valid rows */
 } kl_results;
 
+/* Zeroed, resident memory for a result; fails without it. Free it with free(). */
+void *kl_allocate_output(size_t size, const char *name);
+
 void kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request);
 void kl_results_free(kl_results *results);
 
@@ -158,6 +159,11 @@ static inline int64_t kl_row_batches(const skl_problem *problem)
 static inline int64_t kl_row_length(const skl_problem *problem)
 {
     return problem->packed ? problem->total_q : problem->len_q;
+}
+
+static inline int64_t kl_key_length(const skl_problem *problem)
+{
+    return problem->packed ? problem->total_k : problem->len_k;
 }
 
 static inline int64_t kl_row_count(const skl_problem *problem, int64_t heads)

@@ -70,7 +70,8 @@ static const cli_option map_options[] = {
 
 static const option_group groups[] = {
     {"Map:", map_options, 0},
-    {"Input:", kl_input_options, offsetof(map_request, input)},
+    {"Input:", kl_pair_options, offsetof(map_request, input)},
+    {"Layout and sequences:", kl_sequence_options, offsetof(map_request, input)},
     {"Masks:", mask_options, offsetof(map_request, input.problem)},
     {"Scales and direction:", logit_options, offsetof(map_request, input.problem)},
     {"Engine:", engine_options, offsetof(map_request, input.options)},

@@ -1,51 +1,27 @@
-#include "cli/common/cli.h"
-#include "cli/common/resident.h"
 #include "cli/stats/stats.h"
 
 #include <stdlib.h>
 
-static int64_t key_length(const skl_problem *p)
-{
-    return p->packed ? p->total_k : p->len_k;
-}
-
-static float *allocate(int64_t count, const char *name)
-{
-    float *const data = resident_allocate((size_t)count * sizeof(float));
-    if (data == NULL)
-        cli_fail(CLI_NO_MEMORY, "out of memory: %s needs %zu bytes", name, (size_t)count * sizeof(float));
-    return data;
-}
-
-/* Bucket n has distances below 2^n: the last one begins before the longest distance. */
-static int32_t buckets_for(const skl_problem *p)
-{
-    const int64_t longest = p->len_k > p->len_q ? p->len_k : p->len_q;
-    int32_t count = 1;
-    while (count < 40 && (longest - 1) >> (count - 1) > 0)
-        count++;
-    return count;
-}
-
 static void allocate_results(stats_results *results, const skl_problem *p)
 {
-    const int64_t rows = kl_row_count(p, p->heads_s), keys = kl_row_batches(p) * results->sum_heads * key_length(p);
-    const int64_t heads = p->batch * p->heads_s;
-    results->key_sum = allocate(keys, "key_sum");
-    results->key_max = allocate(keys, "key_max");
-    results->lse = allocate(rows, "lse");
-    results->entropy = allocate(rows, "entropy");
-    results->max_logit = allocate(rows, "max_logit");
-    results->expected_distance = allocate(rows, "expected_distance");
-    results->head_max_logit = allocate(heads, "head_max_logit");
-    results->distance_mass = allocate(heads * results->buckets, "distance_mass");
+    const size_t rows = (size_t)kl_row_count(p, p->heads_s) * sizeof(float);
+    const size_t keys = (size_t)(kl_row_batches(p) * results->sum_heads * kl_key_length(p)) * sizeof(float);
+    const size_t heads = (size_t)(p->batch * p->heads_s) * sizeof(float);
+    results->key_sum = kl_allocate_output(keys, "key_sum");
+    results->key_max = kl_allocate_output(keys, "key_max");
+    results->lse = kl_allocate_output(rows, "lse");
+    results->entropy = kl_allocate_output(rows, "entropy");
+    results->max_logit = kl_allocate_output(rows, "max_logit");
+    results->expected_distance = kl_allocate_output(rows, "expected_distance");
+    results->head_max_logit = kl_allocate_output(heads, "head_max_logit");
+    results->distance_mass = kl_allocate_output(heads * (size_t)results->buckets, "distance_mass");
 }
 
 void stats_compute(stats_results *results, const kl_inputs *inputs, const stats_request *request)
 {
     const skl_problem *const p = &inputs->problem;
     results->sum_heads = request->per_key_head ? p->key_heads_s : p->heads_s;
-    results->buckets = buckets_for(p);
+    results->buckets = runner_distance_buckets(p);
     runner_open(&results->runner, p, &request->input.options);
     allocate_results(results, p);
     const int64_t rows = kl_row_length(p);
@@ -54,8 +30,8 @@ void stats_compute(stats_results *results, const kl_inputs *inputs, const stats_
         .row_begin = request->rows[0],
         .row_end = request->rows[1],
         .per_key_head = request->per_key_head,
-        .key_sum = skl_output_contiguous(results->key_sum, results->sum_heads, key_length(p), 1),
-        .key_max = skl_output_contiguous(results->key_max, results->sum_heads, key_length(p), 1),
+        .key_sum = skl_output_contiguous(results->key_sum, results->sum_heads, kl_key_length(p), 1),
+        .key_max = skl_output_contiguous(results->key_max, results->sum_heads, kl_key_length(p), 1),
         .lse = skl_output_contiguous(results->lse, p->heads_s, rows, 1),
         .entropy = skl_output_contiguous(results->entropy, p->heads_s, rows, 1),
         .max_logit = skl_output_contiguous(results->max_logit, p->heads_s, rows, 1),

@@ -7,11 +7,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-static int64_t key_length(const skl_problem *p)
-{
-    return p->packed ? p->total_k : p->len_k;
-}
-
 /* ---- Numbers of a head ------------------------------------------------------------------------------------------
  */
 
@@ -74,7 +69,7 @@ static int by_share(const void *a, const void *b)
 /* All keys with their share of the sums over heads, largest first. The caller frees them. */
 static heavy_key *heavy_keys(const stats_results *r, const skl_problem *p, int64_t *count)
 {
-    const int64_t length = key_length(p);
+    const int64_t length = kl_key_length(p);
     *count = kl_row_batches(p) * length;
     heavy_key *const keys = cli_allocate_zeros((size_t)*count + 1, sizeof *keys, "the keys with the largest sums");
     double total = 0;
@@ -200,7 +195,7 @@ void stats_write(const stats_results *r, const skl_problem *p, const stats_reque
 {
     if (request->out_path == NULL)
         return;
-    const int64_t batch = p->packed ? 0 : p->batch, rows = kl_row_length(p), keys = key_length(p);
+    const int64_t batch = p->packed ? 0 : p->batch, rows = kl_row_length(p), keys = kl_key_length(p);
     const output_tensor tensors[] = {
         tensor_of("key_sum", r->key_sum, batch, r->sum_heads, keys),
         tensor_of("key_max", r->key_max, batch, r->sum_heads, keys),

@@ -1,6 +1,8 @@
 """Markdown of this tree: links reach their targets, the README stays short."""
 
+import csv
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,16 @@ def test_tests_exist():
 
 def test_the_readme_fits():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_pictures_of_attention_are_those_of_their_numbers(tmp_path):
+    """docs/guide/attention-stats: the pictures and the table of the page come from heads.csv."""
+    script = runpy.run_path(str(ROOT / "examples/attention_pictures.py"))
+    folder, page = ROOT / "docs/guide/attention-stats", (ROOT / "docs/guide/attention-stats.md").read_text()
+    with (folder / "heads.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    script["draw"](rows, tmp_path)
+    for name in ("distance.svg", "heads.svg"):
+        assert (tmp_path / name).read_text() == (folder / name).read_text()
+    layers = re.search(r"--layers (\S+)", page)[1]
+    assert script["table"](rows, script["groups_of"](layers)) in page

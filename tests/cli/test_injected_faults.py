@@ -10,10 +10,12 @@ from types import SimpleNamespace
 
 import inject
 import pytest
-from test_distill import make_files
 from tool import make_tensors, run, save
 
+SMALL = ["--context", "64", "--needles", "2", "--held-out", "1"]  # distill
 FILES = {"kl": ["rows", "grad"], "map": ["maps", "x-p.png", "x-s.png", "x-kl.png"], "stats": ["stats"], "distill": ["student.safetensors", "report.html"]}
+
+READERS = pytest.mark.parametrize("command", ["kl", "map", "stats"], indirect=True)  # of files
 
 
 def without_times(file, content):
@@ -28,12 +30,11 @@ def command(request, tmp_path):
     inputs.mkdir()
     out.mkdir()
     pair = save(inputs / "pair.safetensors", make_tensors(batch=1, heads_t=1, heads_s=1, len_q=70, len_k=70))  # several pages
-    teacher, student = make_files(inputs, sequences=2, context=8)
     arguments = {
         "kl": ["kl", pair, "--out", out / "rows", "--grad", out / "grad"],
         "map": ["map", pair, "--buckets", "2", "--out", out / "maps", "--png", out / "x"],
         "stats": ["stats", pair, "--out", out / "stats"],
-        "distill": ["distill", "--teacher", teacher, "--student", student, "--out", out, "--steps", "2", "--held-out", "1"],
+        "distill": ["distill", *SMALL, "--out", out, "--steps", "2"],
     }[name]
 
     def outputs():
@@ -93,6 +94,7 @@ def test_close_fails(command):
     assert failed >= len(command.new)
 
 
+@READERS
 def test_inputs_cannot_be_opened(command):
     """What only describes the machine is left out."""
     failed = 0
@@ -100,7 +102,7 @@ def test_inputs_cannot_be_opened(command):
         if done.returncode != 0:
             assert_failed(command, at, done, os.strerror(errno.EMFILE))
             failed += 1
-    assert failed == (2 if command.name == "distill" else 1)
+    assert failed == 1
 
 
 def test_no_links(command):
@@ -141,8 +143,7 @@ def skeleton(value):
 def test_no_memory_for_json(tmp_path, more):
     """An object is printed whole, or the exit status says that it is not."""
     pair = save(tmp_path / "pair.safetensors", make_tensors(batch=1, len_q=3, len_k=3, dim_t=4, dim_s=4))
-    teacher, student = make_files(tmp_path, sequences=2, context=8)
-    inputs = {"distill": ["--teacher", teacher, "--student", student, "--out", tmp_path / "out", "--steps", "1", "--held-out", "1"]}
+    inputs = {"distill": [*SMALL, "--out", tmp_path / "out", "--steps", "1"]}
     arguments = [more[0], *inputs.get(more[0], [pair]), *more[1:], "--json"]
     whole = skeleton(json.loads(run(*arguments).stdout))
     step = 1 if inject.LONG else 11 if more[0] == "distill" else 5
@@ -156,6 +157,7 @@ def test_no_memory_for_json(tmp_path, more):
 # ---- Inputs ----------------------------------------------------------------------------------------------------------
 
 
+@READERS
 def test_inputs_cannot_be_mapped(command):
     for at, done in inject.runs("mmap", errno.ENODEV, command.arguments, command.restore, command.mark):
         assert_failed(command, at, done, os.strerror(errno.ENODEV), "cannot map")
@@ -168,6 +170,7 @@ CHANGES = {
 }
 
 
+@READERS
 @pytest.mark.parametrize("action", CHANGES)
 def test_inputs_that_change(command, action):
     """After it is mapped, a file is cut in half, or its last byte changes, also with the old modification time."""
@@ -184,4 +187,4 @@ def test_inputs_that_change(command, action):
     for at, done in inject.runs("mmap", action, command.arguments, prepare, command.mark):
         assert_failed(command, at, done, CHANGES[action], ".safetensors")
         numbers += 1
-    assert numbers == (2 if command.name == "distill" else 1)
+    assert numbers == 1

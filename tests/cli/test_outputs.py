@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import pytest
-from test_distill import make_files
 from tool import TOOL, make_tensors, run, save
 
 # ---- Outputs that are inputs -----------------------------------------------------------------------------------------
@@ -58,19 +57,6 @@ def test_picture_is_an_input(tmp_path, name, head):
     done = run("map", path, "--png", tmp_path / "x", "--head", head)
     assert done.returncode == 2 and f"--png={path}: must not be an input file" in done.stderr
     assert path.read_bytes() == before and os.listdir(tmp_path) == [name]
-
-
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", ["student.safetensors", "report.html"])
-def test_distill_replaces_no_input(tmp_path, which, name):
-    (tmp_path / "run").mkdir()
-    files = list(make_files(tmp_path))
-    files[which] = files[which].rename(tmp_path / "run" / name)
-    before = files[which].read_bytes()
-    command = ["--teacher", files[0], "--student", files[1], "--steps", "1"]
-    done = run("distill", *command, "--out", tmp_path / "run")
-    assert done.returncode == 2 and name in done.stderr and "must not be an input file" in done.stderr
-    assert files[which].read_bytes() == before and os.listdir(tmp_path / "run") == [name]
 
 
 def test_two_outputs_are_one_file(pair):

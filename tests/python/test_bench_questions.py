@@ -20,7 +20,7 @@ from harness.run import Run  # noqa: E402
 from harness.timing import Prepared, Timing  # noqa: E402
 from peers.attention import PEERS  # noqa: E402
 from peers.linearard import linearard  # noqa: E402
-from questions import call, carried, cpu_attention, indexer, overhead, peers, shapes, step  # noqa: E402
+from questions import call, carried, cpu_attention, indexer, overhead, peers, shapes, stats, step  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -397,6 +397,19 @@ def test_rows_of_steps():
         assert ["percent" in row for row in result.rows] == [
             variant != step.NO_LOSS for variant in step.VARIANTS[kind]
         ]
+
+
+# ---- Statistics -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_statistics_and_flex_attention_agree_with_float64(causal, monkeypatch):
+    monkeypatch.setattr("peers.attention.compiled", lambda function: function)
+    shape = stats.case("", dim=16, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=2, length=128, causal=causal)
+    calls = stats.StatsCalls(shape, CPU)
+    sums = stats.flex(calls)().exp()
+    assert not calls.errors(sums)
+    assert [line.split()[0] for line in calls.errors(sums + 0.1)] == [stats.FLEX]
 
 
 # ---- The host ------------------------------------------------------------------------------------------------------

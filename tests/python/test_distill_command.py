@@ -301,6 +301,7 @@ def test_retrieval_counts_the_rows_of_the_teacher():
     assert found["heads"] == [[1, 3, 0]] and found["rows"] == 8
     assert found["attention"] == dict(teacher=[1, None, 0.5] + [None] * 5, student=[0.75, None, 0.75] + [None] * 5)
     assert found["kept"] == dict(attention=[0.75, None, 0.5] + [None] * 5, answers=[0.75, None, 1.0] + [None] * 5)
+    assert found["kept_of"] == dict(attention=[4, 0, 2] + [0] * 5, answers=[4, 0, 1] + [0] * 5)
     assert found["missed"] == 2
     assert found["misses"] == [
         dict(head=[1, 3, 0], depth=0, needle=10, row=53, key=5), dict(head=[1, 3, 0], depth=2, needle=30, row=56, key=7)

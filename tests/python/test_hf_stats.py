@@ -7,6 +7,7 @@ import torch
 from hf_architectures import classes_of, tiny_config
 from hf_models import batch, bert, gemma2, llama
 
+from examples import attention_pictures
 from examples import attention_stats as example
 from streamkl.hf import AttentionStats
 
@@ -108,3 +109,23 @@ def test_example():
 
     scores = example.retrieval_scores(model, 99, length=16)
     assert scores.shape == (2, 4) and ((scores >= 0) & (scores <= 1)).all()
+
+
+def test_pictures_are_of_the_weights(monkeypatch, tmp_path):
+    """Their numbers, from the weights that eager attention returns: the first token is in no distance bucket."""
+    monkeypatch.syspath_prepend(attention_pictures.__file__.rpartition("/")[0])
+    model, tokens = llama().eval(), torch.randint(3, 99, (1, 40))
+    rows = attention_pictures.measure(model, tokens)
+    weights = eager_attentions(model, dict(input_ids=tokens))
+    apart = (torch.arange(40)[:, None] - torch.arange(40)).clamp(min=0)
+    for row in rows:
+        p = weights[row["layer"]][0, row["head"]]
+        others = p.clone()
+        others[:, 0] = 0
+        begins = [int(name[5:]) for name in row if name.startswith("from ")]
+        assert begins == [0, 1, 2, 4, 8, 16, 32] and float(row["first"]) == pytest.approx(p[:, 0].mean().item(), abs=1e-4)
+        for begin, end in zip(begins, [*begins[1:], 64]):
+            share = others[(apart >= begin) & (apart < end)].sum().item() / 40
+            assert float(row[f"from {begin}"]) == pytest.approx(share, abs=1e-4)
+    attention_pictures.draw(rows, tmp_path)
+    assert (tmp_path / "distance.svg").read_text().count('class="cell"') == 2 * 8 + 32  # 2 layers, and the colour bar

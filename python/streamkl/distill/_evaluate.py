@@ -15,6 +15,7 @@ import torch
 
 from ..hf import AttentionDistiller
 from ..hf._compare import compare_captured
+from ..hf._stats import stats_of_layer
 from ._data import Sequences
 from ._needles import VALUE, NeedleBatch, Retrieval, needle_batches
 from ._objective import Outputs, next_tokens
@@ -39,10 +40,14 @@ class Evaluation:
     kl_position: list[list[float | None]]  # [pair][bucket of positions]; None: no row is there
     distance_edges: list[int]  # tokens between a query and a key
     kl_distance: list[list[float]]  # [pair][distance]: what the keys of a distance contribute
+    heads: list[list[list[int]]]  # [pair][head]: the student head, then the teacher heads that it learns from
+    distance_share: dict[str, list[list[float]]]  # {"teacher", "student"}: [pair][bucket]: 0, 1, 2-3, 4-7, ... tokens
+    entropy: dict[str, list[float]]  # {"teacher", "student"}: nats, mean over heads and rows of each pair
     output_kl: float | None = None  # nats; None: there is no language head
     language: dict[str, list[float | None]] = field(
         default_factory=dict
     )  # loss of {"teacher", "student"} by position
+    language_sequence: dict[str, list[float]] = field(default_factory=dict)  # loss of each held-out sequence
     retrieval: list[dict[str, Any]] = field(default_factory=list)  # one per length
     maps: list[dict[str, Any]] = field(default_factory=list)  # {"pair", "head", "teacher", "student", "kl"}
 
@@ -154,12 +159,15 @@ class _Sums:
         self.maps: dict[tuple[int, int], Any] = {}  # of the first sequence
         self.kl_maps: dict[tuple[int, int], torch.Tensor] = {}
         self.losses: dict[str, list[torch.Tensor]] = {}
+        self.head_names: dict[tuple[int, int], list[list[int]]] = {}
+        self.looks: dict[tuple[str, int], np.ndarray] = {}  # by role and layer: entropy, then the shares by distance
         self.length = 0
 
     def add(self, distiller: AttentionDistiller, outputs: tuple[Outputs, Outputs], ids: torch.Tensor) -> None:
         outputs_t, outputs_s = outputs
         hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
         self.length = ids.shape[1]
+        self._look(distiller.pairs())
         found = compare_captured(distiller, (BUCKETS, BUCKETS))
         for key, rows in found.rows.items():
             self.heads[key] = self.heads.get(key, 0) + rows.nanmean((0, 2)).double().cpu()
@@ -182,8 +190,30 @@ class _Sums:
         if not outputs_s.is_causal:
             del self.losses["student"], self.losses["teacher"]
 
+    def _look(self, pairs: dict[tuple[int, int], Any]) -> None:
+        """Entropy and distances of every layer: layers of the teacher may be in several pairs."""
+        self.head_names = {key: _heads_of(pair) for key, pair in pairs.items()}
+        layers = {
+            (role, index): layer
+            for key, pair in pairs.items()
+            for role, index, layer in (("student", key[0], pair.s), ("teacher", key[1], pair.t))
+        }
+        buckets = (self.length - 1).bit_length() + 1
+        for (role, index), layer in layers.items():
+            found = stats_of_layer(
+                layer, f"{role} layer {index}", ("entropy", "distance_mass"), distance_buckets=buckets
+            )
+            assert found.entropy is not None  # it was asked for
+            shares = found.distance_share.double().mean((0, 1)).tolist()
+            numbers = np.array([found.entropy.double().mean().item(), *shares])
+            self.looks[role, index] = self.looks.get((role, index), 0) + numbers
+
     def result(self, count: int) -> Evaluation:
         pairs = list(self.heads)
+        looks = {
+            role: [self.looks[role, pair[at]] / count for pair in pairs]
+            for at, role in ((1, "teacher"), (0, "student"))
+        }
         heads = [(self.heads[pair] / count).tolist() for pair in pairs]
         layers = [float(np.mean(each)) for each in heads]
         edges, distances = self._distances(pairs, count)
@@ -191,8 +221,14 @@ class _Sums:
         return Evaluation(
             sequences=count, context=self.length, pairs=[list(pair) for pair in pairs], kl=float(np.mean(layers)),
             kl_layer=layers, kl_head=heads, kl_position=[_without_nan(self.positions[pair] / count) for pair in pairs],
-            distance_edges=edges, kl_distance=distances, output_kl=None if output is None else torch.cat(output).mean().item(),
+            distance_edges=edges, kl_distance=distances, heads=[self.head_names[pair] for pair in pairs],
+            distance_share={role: [each[1:].tolist() for each in found] for role, found in looks.items()},
+            entropy={role: [float(each[0]) for each in found] for role, found in looks.items()},
+            output_kl=None if output is None else torch.cat(output).mean().item(),
             language={role: self._by_position(role) for role in ("teacher", "student") if role in self.losses},
+            language_sequence={
+                role: torch.cat(self.losses[role]).mean(1).tolist() for role in ("teacher", "student") if role in self.losses
+            },
             maps=self._chosen_maps(pairs),
         )  # fmt: skip
 
@@ -223,6 +259,15 @@ class _Sums:
             if pair[0] in layers
             for head in _chosen("heads", self.options.map_heads, list(range(found.kl.shape[0])), MAP_HEADS)
         ]
+
+
+def _heads_of(pair: Any) -> list[list[int]]:
+    """Of each row of its results: the student head, then the teacher heads that it learns from."""
+    if pair.heads is not None:
+        return [[student, teacher] for student, teacher in pair.heads.items()]
+    heads_t, heads_s = pair.t.q.shape[1], pair.s.q.shape[1]
+    group = heads_t // heads_s
+    return [[head, *range(head * group, (head + 1) * group)] for head in range(heads_s)]
 
 
 def _chosen(what: str, named: list[int], known: list[int], most: int) -> list[int]:

@@ -135,7 +135,8 @@ class Retrieval:
     def result(self, length: int, has_answers: bool) -> dict[str, Any]:
         """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves.
 
-        "kept" is the student's share of the rows of the teacher; None where the teacher has none.
+        "kept" is the student's share of the rows of the teacher, None where the teacher has none, and "kept_of" the
+        number of these rows: a mean over heads.
         """
         heads = [
             (pair, head)
@@ -155,6 +156,7 @@ class Retrieval:
             **{kind: {role: _shares(found[role], self.rows) for role in ("teacher", "student")}
                for kind, found in counts.items()},
             kept={kind: _shares(found["both"], found["teacher"]) for kind, found in counts.items()},
+            kept_of={kind: None if found["teacher"] is None else found["teacher"].tolist() for kind, found in counts.items()},
         )  # fmt: skip
 
 

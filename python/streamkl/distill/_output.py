@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ._checkpoint import clear_errors, write_json, write_text
 from ._evaluate import Evaluation
 from ._options import in_bytes
-from ._report import document, page
+from ._report import document, page, verdict
 from ._student import without_bars
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def summary(run: Run, control: Evaluation | None) -> str:
         )
         for label, value in _measures(run.after).items():
             lines.append(f"{label:40}" + "".join(f"{value(found):>12}" for found in columns.values()))
+        lines.append(verdict(columns))
     if run.history:
         tokens = run.tokens_per_step()
         speed = run.step * tokens / max(run.seconds, 1e-9)

@@ -40,11 +40,12 @@ def document(
     training, settings = _training(history, measured, options), _settings(options, student, teacher)
     sections, figures = [training, settings], _cost(history, options)
     if evaluations:
-        where = _where(evaluations), _language(evaluations)
-        sections = [_retrieval(evaluations), _maps(evaluations), training, *where, settings]
+        where = _distances(evaluations), _maps(evaluations), _where(evaluations)
+        sections = [_retrieval(evaluations), _language(evaluations), *where, training, settings]
         figures = _figures(evaluations) + figures
     return dict(
         title="Attention distillation",
+        verdict=verdict(evaluations),
         lead=_lead(student, teacher, evaluations, history, diverged),
         figures=figures,
         sections=[section for section in sections if section is not None],
@@ -75,6 +76,44 @@ def _lead(student, teacher, evaluations, history, diverged: str) -> str:
     )
 
 
+def verdict(evaluations: dict[str, Evaluation]) -> str:
+    """One line: what the attention loss has changed, as far as the run can tell. Empty without an evaluation."""
+    if not evaluations:
+        return ""
+    main, before, control = _main(evaluations), evaluations.get("before"), evaluations.get("control")
+    if before is None:
+        return f"The student's attention is {main.kl:.3g} nats from its teacher's."
+    closer = f"The attention KL fell from {before.kl:.3g} to {main.kl:.3g} nats"
+    if control is None:
+        return f"{closer}. What the attention loss adds is unknown: --control trains without it."
+    closer += f", to {control.kl:.3g} without the attention loss"
+    if not main.language_sequence:
+        return f"{closer}."
+    difference, error = _against_control(main, control)
+    numbers = f"{_perplexity(main):.4g} with it, {_perplexity(control):.4g} without"
+    if not abs(difference) > 2 * error:
+        sample = f"{main.sequences} sequence{'s' * (main.sequences != 1)}"
+        return f"The attention loss makes no difference to the held-out perplexity that {sample} can show: {numbers}."
+    helps = "helps" if difference < 0 else "hurts"
+    return f"The attention loss {helps}: held-out perplexity {numbers} ({_signed(difference, error)} nats). {closer}."
+
+
+def _against_control(main: Evaluation, control: Evaluation) -> tuple[float, float]:
+    """Difference of the language losses on the same sequences, and its standard error: infinite with one sequence."""
+    differences = np.subtract(main.language_sequence["student"], control.language_sequence["student"])
+    count = len(differences)
+    error = differences.std(ddof=1) / count**0.5 if count > 1 else np.inf
+    return float(differences.mean()), float(error)
+
+
+def _signed(difference: float, error: float) -> str:
+    return f"{difference:+.3f}" + (f" ± {error:.3f}" if np.isfinite(error) else "")
+
+
+def _perplexity(found: Evaluation, role: str = "student") -> float:
+    return float(np.exp(np.mean(found.language_sequence[role])))
+
+
 # ---- Key figures -----------------------------------------------------------------------------------------------------
 
 
@@ -91,14 +130,27 @@ def _figures(evaluations) -> list[dict[str, str]]:
         if rates["teacher"] is not None:
             share_t, share_s = (100 * np.mean(rates[role]) for role in ("teacher", "student"))
             heads = len(result["heads"])
-            detail = f"teacher {share_t:.0f} %; {heads} retrieval head{'s' * (heads != 1)}, {result['length']} tokens"
+            detail = (
+                f"teacher {share_t:.0f} %; {result['rows']:,} rows of {heads} retrieval head{'s' * (heads != 1)}, "
+                f"{result['length']:,} tokens"
+            )
             figures.append(_figure(f"{share_s:.1f} %", "needles found by attention", detail))
-            worst = min(share for share in result["kept"]["attention"] if share is not None)
-            detail = "of the rows in which the teacher finds the needle"
-            figures.append(_figure(f"{100 * worst:.1f} %", "found at the worst depth", detail))
+            worst = min(
+                (share, rows)
+                for share, rows in zip(result["kept"]["attention"], result["kept_of"]["attention"])
+                if rows
+            )
+            detail = f"of {_mean_rows(worst[1])} rows in which the teacher finds the needle"
+            figures.append(_figure(f"{100 * worst[0]:.1f} %", "found at the worst depth", detail))
         if result["answers"]["student"] is not None:
-            detail = f"teacher {100 * np.mean(result['answers']['teacher']):.0f} %" + _control_answers(control)
+            detail = f"teacher {100 * np.mean(result['answers']['teacher']):.0f} %{_control_answers(control)}; {result['rows']:,} tokens"
             figures.append(_figure(f"{100 * np.mean(result['answers']['student']):.1f} %", "values answered", detail))
+    if main.language_sequence:
+        detail = f"teacher {_perplexity(main, 'teacher'):.4g}" + (
+            f", control {_perplexity(control):.4g}" if control else ""
+        )
+        detail += f"; {main.sequences} sequences"
+        figures.append(_figure(f"{_perplexity(main):.4g}", "held-out perplexity", detail))
     if main.output_kl is not None:
         detail = "nats" if before is None else f"nats; before training {before.output_kl:.3g}"
         figures.append(_figure(f"{main.output_kl:.3g}", "held-out output KL", detail))
@@ -127,6 +179,11 @@ def _main(evaluations: dict[str, Evaluation]) -> Evaluation:
     return evaluations.get("after") or evaluations["student"]
 
 
+def _mean_rows(count: float) -> str:
+    """A number of rows, which is a mean over heads."""
+    return f"{count:,.0f}" if count == round(count) else f"{count:,.1f}"
+
+
 def _figure(value: str, label: str, detail: str) -> dict[str, str]:
     return dict(value=value, label=label, detail=detail)
 
@@ -152,9 +209,10 @@ def _retrieval(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
         blocks += [
             _kept(evaluations, number, "attention", "Needles found, % of those that the teacher finds"),
             _kept(evaluations, number, "answers", "Values answered, % of those that the teacher answers"),
-            _misses(result),
+            _misses(main, result),
         ]
-        heads = [[f"layer {i}, head {h}", f"teacher layer {j}"] for i, j, h in result["heads"]]
+        heads = [[f"layer {i}, head {_head_names(main, (i, j))[h][0]}", _teacher_heads(main, (i, j), h)]
+                 for i, j, h in result["heads"]]  # fmt: skip
         if heads:
             blocks.append(
                 dict(kind="table", title="Retrieval heads", header=["student head", "learns from"], rows=heads)
@@ -182,8 +240,16 @@ def _depth_bars(evaluations, number: int, kind: str, title: str) -> dict[str, An
     series = [dict(name="teacher", style="teacher", y=of_teacher)]
     series += [dict(name=name, style=_STYLES[name], y=result[kind]["student"]) for name, result in results.items()]
     groups = [str(100 * depth // DEPTHS) for depth in range(DEPTHS)]
+    result = next(iter(results.values()))
+    rows, heads = result["rows"] // DEPTHS, len(result["heads"])
+    note = f"Each bar is {rows:,} rows" + (f" of {heads} head{'s' * (heads != 1)}." if kind == "attention" else ".")
     return dict(
-        kind="bars", title=title, x_label="depth of the needle, % of the context", groups=groups, series=series
+        kind="bars",
+        title=title,
+        x_label="depth of the needle, % of the context",
+        groups=groups,
+        series=series,
+        note=note,
     )
 
 
@@ -195,13 +261,22 @@ def _kept(evaluations, number: int, kind: str, title: str) -> dict[str, Any] | N
         return None
     percent = [["-" if share is None else f"{100 * share:.0f}" for share in shares] for shares in results.values()]
     depths = [str(100 * depth // DEPTHS) for depth in range(DEPTHS)]
-    return dict(kind="table", title=title, header=["depth, %", *results], rows=list(zip(depths, *percent)))
+    rows = list(map(_mean_rows, _main(evaluations).retrieval[number]["kept_of"][kind]))
+    return dict(
+        kind="table",
+        title=title,
+        header=["depth, %", "teacher's rows", *results],
+        rows=list(zip(depths, rows, *percent)),
+    )
 
 
-def _misses(result: dict[str, Any]) -> dict[str, Any] | None:
+def _misses(main: Evaluation, result: dict[str, Any]) -> dict[str, Any] | None:
     """Where the student attends instead."""
     rows = [
-        [f"{miss['head'][0]}, {miss['head'][2]}", *(str(miss[name]) for name in ("needle", "row", "key"))]
+        [
+            f"{miss['head'][0]}, {_head_names(main, miss['head'][:2])[miss['head'][2]][0]}",
+            *(str(miss[name]) for name in ("needle", "row", "key")),
+        ]
         for miss in result["misses"]
     ]
     title = f"Rows in which only the teacher finds the needle: {len(rows)} shown of {result['missed']}"
@@ -209,22 +284,74 @@ def _misses(result: dict[str, Any]) -> dict[str, Any] | None:
     return dict(kind="table", title=title, header=header, rows=rows) if rows else None
 
 
+def _head_names(found: Evaluation, pair: Sequence[int]) -> list[list[int]]:
+    """Of each head of a pair: the student head, then its teacher heads."""
+    return found.heads[found.pairs.index(list(pair))]
+
+
+def _teacher_heads(found: Evaluation, pair: Sequence[int], head: int) -> str:
+    """The teacher heads that a head of a pair learns from, in words."""
+    _, *heads = _head_names(found, pair)[head]
+    which = f"head {heads[0]}" if len(heads) == 1 else f"the mean of heads {', '.join(map(str, heads))}"
+    return f"{which} of teacher layer {pair[1]}"
+
+
+def _distances(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
+    """Attention statistics: how far each model looks, and how spread its attention is."""
+    main = _main(evaluations)
+    models = {"teacher": (main, "teacher"), **{name: (found, "student") for name, found in evaluations.items()}}
+    layers = [f"layer {i} (teacher {j})" for i, j in main.pairs]
+    entropy = dict(
+        kind="lines", title="Entropy by layer", x_label="student layer", x_max=max(i for i, _ in main.pairs),
+        series=[dict(name=name, style=_STYLES[name], x=[i for i, _ in main.pairs], y=found.entropy[role], dots=True)
+                for name, (found, role) in models.items()],
+        note="In nats, mean over heads and rows; the teacher's is that of the layer from which the student layer learns.",
+    )  # fmt: skip
+    blocks: list[dict[str, Any] | None] = [_histogram(models, None, ""), entropy]
+    if len(layers) > 1:
+        choices = [dict(name=name, blocks=[_histogram(models, n, f", {name}")]) for n, name in enumerate(layers)]
+        blocks.append(dict(kind="choice", label="layer", choices=choices))
+    lead = (
+        "The attention of teacher and student to keys, by how many tokens they are apart, on "
+        f"{main.sequences} held-out sequences: mean over heads, rows and, in the first chart, layers."
+    )
+    return _section("How far do they look?", lead, *blocks)
+
+
+def _histogram(models: dict[str, tuple[Evaluation, str]], pair: int | None, of: str) -> dict[str, Any]:
+    shares = {
+        name: np.mean(found.distance_share[role], 0) if pair is None else np.array(found.distance_share[role][pair])
+        for name, (found, role) in models.items()
+    }
+    count = len(shares["teacher"])
+    return dict(
+        kind="bars", title=f"Attention by distance{of}", x_label="tokens between query and key, from",
+        groups=["0", *(_short(1 << n) for n in range(count - 1))], top=float(max(each.max() for each in shares.values())),
+        series=[dict(name=name, style=_STYLES[name], y=each.tolist()) for name, each in shares.items()],
+    )  # fmt: skip
+
+
+def _short(count: int) -> str:
+    return f"{count // 1024}K" if count >= 1024 else str(count)
+
+
 def _maps(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     lead = (
-        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to right. "
-        "Brightness is the square root of the attention, with one scale per head, clipped at the 99th percentile of the "
+        "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to right, "
+        "numbered by token. Brightness is the square root of the attention, with one scale per head, clipped at the 99th percentile of the "
         "teacher. In the KL, orange marks attention that the student misses, blue attention that it gives in excess."
     )
     by_pair: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for index, found in enumerate(_main(evaluations).maps):
         maps = {name: each.maps[index] for name, each in evaluations.items() if index < len(each.maps)}
-        by_pair.setdefault(tuple(found["pair"]), []).append(_head_maps(found["head"], maps))
+        by_pair.setdefault(tuple(found["pair"]), []).append(_head_maps(_main(evaluations), found, maps))
     choices = [dict(name=f"{i}, learns from teacher layer {j}", blocks=blocks) for (i, j), blocks in by_pair.items()]
     return _section("Attention maps", lead, dict(kind="choice", label="layer", choices=choices) if choices else None)
 
 
-def _head_maps(head: int, maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _head_maps(main: Evaluation, found: dict[str, Any], maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Teacher, students and contributions to the KL, on common scales."""
+    head, pair = found["head"], found["pair"]
     first = next(iter(maps.values()))
     top, kl_top = _bright(first["teacher"]), _bright(first["kl"])
     drawn = [dict(caption="teacher", palette="share", top=top, values=first["teacher"])]
@@ -243,7 +370,8 @@ def _head_maps(head: int, maps: dict[str, dict[str, Any]]) -> dict[str, Any]:
         for name, found in maps.items()
         if name != "control"
     ]
-    return dict(kind="maps", title=f"Head {head}", maps=drawn)
+    title, note = f"Head {_head_names(main, pair)[head][0]}", f"learns from {_teacher_heads(main, pair, head)}"
+    return dict(kind="maps", title=title, note=note, tokens=[main.context, main.context], maps=drawn)
 
 
 def _bright(values: list[list[float]]) -> float:
@@ -286,13 +414,14 @@ def _where(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
             for n, (i, _) in enumerate(main.pairs)
         ]
         blocks.append(dict(kind="choice", label="layer", choices=choices))
+    top = max(kl for found in evaluations.values() for kls in found.kl_head for kl in kls)
     for name, found in evaluations.items():
         rows = [
             [f"{i} (teacher {j})", mean, *kls]
             for (i, j), mean, kls in zip(found.pairs, found.kl_layer, found.kl_head)
         ]
         header = ["layer", "mean", *(f"head {head}" for head in range(heads))]
-        blocks.append(dict(kind="table", title=f"KL by layer and head: {name}", header=header, rows=rows, heat=True))
+        blocks.append(dict(kind="table", title=f"KL by layer and head: {name}", header=header, rows=rows, heat=top))
     lead = (
         "Held-out attention KL in nats. By distance: what the keys of each distance contribute, as a mean over rows; "
         "contributions may be negative, and their sum is the KL."
@@ -348,12 +477,24 @@ def _language(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
         **{name: found.language["student"] for name, found in evaluations.items()},
     }
     x = [(bucket + 0.5) * main.context / len(losses["teacher"]) for bucket in range(len(losses["teacher"]))]
-    series = [dict(name=name, style=_STYLES[name], x=x, y=values) for name, values in losses.items()]
-    rows = [[name, float(np.mean(np.array(values, dtype=float)))] for name, values in losses.items()]
+    perplexities = {name: np.exp(np.array(values, dtype=float)).tolist() for name, values in losses.items()}
+    series = [dict(name=name, style=_STYLES[name], x=x, y=values) for name, values in perplexities.items()]
+    models = {"teacher": (main, "teacher"), **{name: (found, "student") for name, found in evaluations.items()}}
+    rows = [
+        [name, float(np.mean(found.language_sequence[role])), _perplexity(found, role)]
+        for name, (found, role) in models.items()
+    ]
+    note = f"Of {main.sequences} sequences of {main.context:,} tokens."
+    control = evaluations.get("control")
+    if control is not None:
+        note += (
+            f" The loss of the student after training minus that of the control is {_signed(*_against_control(main, control))}"
+            " nats: the mean over these sequences and its standard error. Another seed may give another difference."
+        )
     return _section(
-        "Language loss", "Cross-entropy of the next token on held-out data, in nats.",
-        dict(kind="lines", title="Loss by position", x_label="position of the token", x_max=main.context, series=series),
-        dict(kind="table", title="Mean", header=["model", "language loss"], rows=rows),
+        "Perplexity", "Of the next token on held-out data: the exponential of the language loss.",
+        dict(kind="lines", title="Perplexity by position", x_label="position of the token", x_max=main.context, log_y=True, series=series),
+        dict(kind="table", title="Mean", header=["model", "loss, nats", "perplexity"], rows=rows, note=note),
     )  # fmt: skip
 
 
