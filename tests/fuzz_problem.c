@@ -1,8 +1,11 @@
 /* A libFuzzer target: skl_plan_create accepts or refuses every problem, and calls on accepted small problems access
- * no memory out of bounds.
+ * no memory out of bounds. Every call refuses the arrays that skl_inputs_check refuses, and only those.
  *
- * Bytes become the fields of a problem, then cu_seqlens, key_lengths, row bounds and the elements of all tensors.
- * Tensors have exactly the size that the problem gives them, so that a sanitizer finds every access out of bounds. */
+ * Bytes become the fields of a problem, then cu_seqlens, key_lengths, row bounds, one wrong argument and the elements
+ * of all tensors. Tensors have exactly the size that the problem gives them, so that a sanitizer finds every access
+ * out of bounds. Problems are small: thousands of them run per second. */
+#include <sanitizer/asan_interface.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -26,7 +29,9 @@ static int64_t take(byte_source *source, size_t size)
     return value;
 }
 
-/* Mostly small, so that problems are accepted; sometimes any value. */
+/* Mostly small, so that problems are accepted and fast; sometimes larger than a tile of keys or queries, or any
+ * value.
+ */
 static int64_t take_number(byte_source *source, int64_t usual_range)
 {
     const int64_t kind = take(source, 1);
@@ -34,6 +39,8 @@ static int64_t take_number(byte_source *source, int64_t usual_range)
         return take(source, 8);
     if (kind == 254)
         return -take(source, 1);
+    if (kind == 253)
+        return take(source, 1);
     return kind % usual_range;
 }
 
@@ -67,34 +74,34 @@ static skl_problem take_problem(byte_source *source)
     p.grad_f32 = (int32_t)take_number(source, 2);
     p.gradients = (uint32_t)take_number(source, 16);
     p.direction = (skl_direction)take_number(source, 2);
-    p.batch = take_number(source, 4);
-    p.len_q = take_number(source, 40);
-    p.len_k = take_number(source, 40);
-    p.heads_s = take_number(source, 4);
-    p.heads_t = times(p.heads_s, take_number(source, 4));
+    p.batch = take_number(source, 3);
+    p.len_q = take_number(source, 10);
+    p.len_k = take_number(source, 12);
+    p.heads_s = take_number(source, 3);
+    p.heads_t = times(p.heads_s, take_number(source, 3));
     p.key_heads_t = take_number(source, 3);
     p.key_heads_s = take_number(source, 3);
-    p.dim_t = take_number(source, 40);
-    p.dim_s = take_number(source, 40);
+    p.dim_t = take_number(source, 20);
+    p.dim_s = take_number(source, 20);
     p.scale_t = take_float(source);
     p.scale_s = take_float(source);
     p.softcap_t = take_float(source);
     p.softcap_s = take_float(source);
     p.causal = (int32_t)take_number(source, 2);
-    p.window_left = plus(take_number(source, 50), -1);
-    p.window_right = plus(take_number(source, 50), -1);
+    p.window_left = plus(take_number(source, 14), -1);
+    p.window_right = plus(take_number(source, 14), -1);
     p.positions = (skl_positions)take_number(source, 2);
-    p.offset_q = p.positions == SKL_POSITIONS_OFFSET ? plus(take_number(source, 50), -25) : 0;
-    p.offset_k = p.positions == SKL_POSITIONS_OFFSET ? plus(take_number(source, 50), -25) : 0;
+    p.offset_q = p.positions == SKL_POSITIONS_OFFSET ? plus(take_number(source, 20), -10) : 0;
+    p.offset_k = p.positions == SKL_POSITIONS_OFFSET ? plus(take_number(source, 20), -10) : 0;
     p.packed = (int32_t)take_number(source, 2);
-    p.total_q = p.packed ? take_number(source, 120) : 0;
-    p.total_k = p.packed ? take_number(source, 120) : 0;
+    p.total_q = p.packed ? take_number(source, 30) : 0;
+    p.total_k = p.packed ? take_number(source, 36) : 0;
     p.student = (skl_student)take_number(source, 2);
     if (p.student == SKL_STUDENT_INDEXER) {
-        p.index_heads = take_number(source, 6);
+        p.index_heads = take_number(source, 5);
         p.dtype_w = (skl_dtype)take_number(source, 3);
         p.index_linear = (int32_t)take_number(source, 2);
-        p.top_k = take_number(source, 20);
+        p.top_k = take_number(source, 10);
         p.gradients = (uint32_t)take_number(source, 8) * SKL_DQ_S; /* student gradients */
         p.softcap_s = 0;
     }
@@ -118,40 +125,72 @@ static double work_of(const skl_problem *p)
     return rows * (double)p->len_k * ((double)p->heads_t * (double)p->dim_t + heads_s * (double)p->dim_s);
 }
 
-/* The usual values of take_problem() stay below the limit of work; larger ones would take seconds. */
-static int is_small(const skl_problem *p)
+/* The usual values of take_problem() stay below the limit of work; larger ones would take longer than a thousand of
+ * them. */
+static bool is_small(const skl_problem *p)
 {
-    const double work_max = 1 << 23;
-    return p->batch <= 8 && p->len_q <= 200 && p->len_k <= 200 && p->heads_t <= 32 && p->total_q <= 400 &&
-           p->total_k <= 400 && p->top_k <= 200 && work_of(p) <= work_max;
+    const double work_max = 1 << 20;
+    return p->batch <= 8 && p->len_q <= 255 && p->len_k <= 255 && p->heads_t <= 32 && p->total_q <= 400 &&
+           p->total_k <= 400 && p->top_k <= 255 && work_of(p) <= work_max;
 }
 
-/* ---- Memory of one call ------------------------------------------------------------------------------------- */
+/* ---- Memory of one input --------------------------------------------------------------------------------------- */
 
-enum { BLOCKS_MAX = 40 };
+enum { BLOCKS_MAX = 64, PATTERN_SIZE = 32 };
 
 typedef struct arena {
+    uint8_t pattern[PATTERN_SIZE]; /* the elements of all tensors */
     void *blocks[BLOCKS_MAX];
     int count;
 } arena;
 
-static void *allocate(arena *arena, byte_source *source, size_t size)
+/* Elements repeat the next bytes, which choose the other arguments, too: inputs stay short. */
+static arena arena_create(byte_source source)
+{
+    arena arena = {.count = 0};
+    for (int n = 0; n < PATTERN_SIZE; n++)
+        arena.pattern[n] = (uint8_t)take(&source, 1);
+    return arena;
+}
+
+static void *allocate(arena *arena, size_t size)
 {
     uint8_t *const block = malloc(size ? size : 1);
     if (!block || arena->count == BLOCKS_MAX)
         abort();
-    for (size_t n = 0; n < size; n++)
-        block[n] = n < 64 ? (uint8_t)take(source, 1) : block[n % 64];
+    for (size_t n = 0; n < size; n += PATTERN_SIZE)
+        memcpy(block + n, arena->pattern, size - n < PATTERN_SIZE ? size - n : PATTERN_SIZE);
     return arena->blocks[arena->count++] = block;
 }
 
-static skl_output make_tensor(arena *arena, byte_source *source, const skl_problem *p, skl_dtype dtype, int64_t heads,
-                              int64_t length, int64_t dim)
+static void arena_destroy(arena *arena)
+{
+    for (int n = 0; n < arena->count; n++)
+        free(arena->blocks[n]);
+}
+
+static int64_t rows_q(const skl_problem *p)
+{
+    return p->packed ? p->total_q : p->len_q;
+}
+
+static int64_t rows_k(const skl_problem *p)
+{
+    return p->packed ? p->total_k : p->len_k;
+}
+
+static skl_output make_tensor(arena *arena, const skl_problem *p, skl_dtype dtype, int64_t heads, int64_t rows,
+                              int64_t dim)
 {
     const int64_t batch = p->packed ? 1 : p->batch;
     const size_t element = dtype == SKL_F32 ? 4 : 2;
-    void *const data = allocate(arena, source, (size_t)(batch * heads * length * dim) * element);
-    return skl_output_contiguous(data, heads, length, dim);
+    void *const data = allocate(arena, (size_t)(batch * heads * rows * dim) * element);
+    return skl_output_contiguous(data, heads, rows, dim);
+}
+
+static skl_output make_rows(arena *arena, const skl_problem *p, int64_t heads)
+{
+    return make_tensor(arena, p, SKL_F32, heads, rows_q(p), 1);
 }
 
 static skl_input as_input(skl_output tensor)
@@ -159,9 +198,33 @@ static skl_input as_input(skl_output tensor)
     return (skl_input){tensor.data, tensor.stride_batch, tensor.stride_head, tensor.stride_row};
 }
 
-static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t count, int64_t range, int running)
+/* The same memory for every input: only the bytes that a call may use are not poisoned. */
+static void *make_workspace(size_t size)
 {
-    int32_t *const lengths = allocate(arena, source, (size_t)count * sizeof *lengths);
+    enum { CAPACITY = 64 << 20 };
+    static uint8_t *memory;
+    static size_t open;
+    if (!memory) {
+        memory = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, CAPACITY);
+        if (!memory)
+            abort();
+        ASAN_POISON_MEMORY_REGION(memory, CAPACITY);
+    }
+    if (size > CAPACITY)
+        abort();
+    if (size < open)
+        ASAN_POISON_MEMORY_REGION(memory + size, open - size);
+    ASAN_UNPOISON_MEMORY_REGION(memory, size);
+    open = size;
+    return memory;
+}
+
+/* ---- Arrays ------------------------------------------------------------------------------------------------------
+ */
+
+static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t count, int64_t range, bool running)
+{
+    int32_t *const lengths = allocate(arena, (size_t)count * sizeof *lengths);
     int64_t total = 0;
     for (int64_t n = 0; n < count; n++) {
         const int64_t length = take_number(source, range + 1);
@@ -175,7 +238,7 @@ static const int32_t *take_lengths(arena *arena, byte_source *source, int64_t co
 static const int32_t *take_bounds(arena *arena, byte_source *source, const skl_inputs *in, const skl_problem *p)
 {
     const int64_t count = p->packed ? p->total_q : p->batch * p->len_q;
-    int32_t *const bounds = allocate(arena, source, (size_t)count * sizeof *bounds);
+    int32_t *const bounds = allocate(arena, (size_t)count * sizeof *bounds);
     int64_t steps[4];
     for (int n = 0; n < 4; n++)
         steps[n] = take(source, 1) % 4;
@@ -196,178 +259,420 @@ static const int32_t *take_bounds(arena *arena, byte_source *source, const skl_i
 }
 
 /* Indices, a few of which may not be keys of the sequence. */
-static skl_input take_indices(arena *arena, byte_source *source, const skl_problem *p, int64_t length)
+static skl_input take_indices(arena *arena, byte_source *source, const skl_problem *p)
 {
-    int32_t values[16];
-    for (int n = 0; n < 16; n++)
+    int32_t values[8];
+    for (int n = 0; n < 8; n++)
         values[n] = (int32_t)plus(take_number(source, p->len_k + 1 < 250 ? p->len_k + 1 : 250), -1);
-    const int64_t count = (p->packed ? 1 : p->batch) * p->heads_s * length * p->top_k;
-    int32_t *const indices = allocate(arena, source, (size_t)count * sizeof *indices);
+    const int64_t count = (p->packed ? 1 : p->batch) * p->heads_s * rows_q(p) * p->top_k;
+    int32_t *const indices = allocate(arena, (size_t)count * sizeof *indices);
     for (int64_t n = 0; n < count; n++)
-        indices[n] = values[n * 7 % 16];
-    return skl_input_contiguous(indices, p->heads_s, length, p->top_k);
+        indices[n] = values[n * 3 % 8];
+    return skl_input_contiguous(indices, p->heads_s, rows_q(p), p->top_k);
 }
 
-/* ---- The calls --------------------------------------------------------------------------------------------- */
+/* ---- The arguments of all calls ----------------------------------------------------------------------------------
+ */
 
-/* Statistics with any numbers: those that a call accepts are small enough for their buffers. */
-static void run_stats(const skl_plan *plan, const skl_problem *p, const skl_inputs *in, byte_source *source,
-                      void *workspace, size_t size)
+typedef struct call {
+    const skl_plan *plan;
+    const skl_problem *p;
+    skl_inputs in;
+    skl_rows rows;
+    skl_gradients gradients;
+    skl_attention attention;
+    skl_stats stats;
+    skl_row_state *states, *from;
+    void *workspace;
+    size_t workspace_size;
+    bool spoiled;       /* an argument is wrong, other than values of arrays */
+    skl_status checked; /* what skl_inputs_check says */
+} call;
+
+static bool is_indexer(const skl_problem *p)
 {
-    enum { COUNT_MAX = 64, CHOSEN_MAX = 4 };
-    arena arena = {.count = 0};
-    const int64_t length_q = p->packed ? p->total_q : p->len_q, length_k = p->packed ? p->total_k : p->len_k;
+    return p->student == SKL_STUDENT_INDEXER;
+}
+
+static int64_t query_heads_s(const skl_problem *p)
+{
+    return p->heads_s * (is_indexer(p) ? p->index_heads : 1);
+}
+
+static skl_dtype grad_dtype(const skl_problem *p, skl_dtype dtype)
+{
+    return p->grad_f32 ? SKL_F32 : dtype;
+}
+
+static skl_inputs make_inputs(arena *arena, byte_source *source, const skl_problem *p)
+{
+    skl_inputs in = {.struct_size = sizeof in};
+    in.q_t = as_input(make_tensor(arena, p, p->dtype_t, p->heads_t, rows_q(p), p->dim_t));
+    in.k_t = as_input(make_tensor(arena, p, p->dtype_t, p->key_heads_t, rows_k(p), p->dim_t));
+    in.q_s = as_input(make_tensor(arena, p, p->dtype_s, query_heads_s(p), rows_q(p), p->dim_s));
+    in.k_s = as_input(make_tensor(arena, p, p->dtype_s, p->key_heads_s, rows_k(p), p->dim_s));
+    if (is_indexer(p))
+        in.w_s = as_input(make_tensor(arena, p, p->dtype_w, p->heads_s, rows_q(p), p->index_heads));
+    if (p->top_k > 0)
+        in.indices = take_indices(arena, source, p);
+    if (p->packed) {
+        in.cu_seqlens_q = take_lengths(arena, source, p->batch + 1, p->len_q, true);
+        in.cu_seqlens_k = take_lengths(arena, source, p->batch + 1, p->len_k, true);
+    } else if (take(source, 1) % 2) {
+        in.key_lengths = take_lengths(arena, source, p->batch, p->len_k, false);
+    }
+    const int64_t sides = p->row_bounds ? 1 + take(source, 1) % 3 : 0; /* of bounds: 1, 2 or both */
+    if (sides & 1)
+        in.key_begin = take_bounds(arena, source, &in, p);
+    if (sides & 2)
+        in.key_end = take_bounds(arena, source, &in, p);
+    if (p->sinks) {
+        in.sink_t = allocate(arena, (size_t)p->heads_t * sizeof *in.sink_t);
+        in.sink_s = allocate(arena, (size_t)p->heads_s * sizeof *in.sink_s);
+    }
+    return in;
+}
+
+static skl_rows make_row_results(arena *arena, const skl_problem *p)
+{
+    skl_rows rows = {.struct_size = sizeof rows};
+    rows.kl = make_rows(arena, p, p->heads_s);
+    rows.lse_t = make_rows(arena, p, p->heads_t);
+    rows.lse_s = make_rows(arena, p, p->heads_s);
+    if (is_indexer(p)) {
+        rows.cross_entropy = make_rows(arena, p, p->heads_s);
+        rows.entropy = make_rows(arena, p, p->heads_s);
+        rows.mass = make_rows(arena, p, p->heads_s);
+    }
+    if (p->heads_t > p->heads_s && !is_indexer(p) && !p->sinks)
+        rows.dot_t = make_rows(arena, p, p->heads_t);
+    return rows;
+}
+
+static skl_gradients make_gradients(arena *arena, const skl_problem *p)
+{
+    skl_gradients g = {.struct_size = sizeof g};
+    if (p->gradients & SKL_DQ_T)
+        g.dq_t = make_tensor(arena, p, grad_dtype(p, p->dtype_t), p->heads_t, rows_q(p), p->dim_t);
+    if (p->gradients & SKL_DK_T)
+        g.dk_t = make_tensor(arena, p, grad_dtype(p, p->dtype_t), p->key_heads_t, rows_k(p), p->dim_t);
+    if (p->gradients & SKL_DQ_S)
+        g.dq_s = make_tensor(arena, p, grad_dtype(p, p->dtype_s), query_heads_s(p), rows_q(p), p->dim_s);
+    if (p->gradients & SKL_DK_S)
+        g.dk_s = make_tensor(arena, p, grad_dtype(p, p->dtype_s), p->key_heads_s, rows_k(p), p->dim_s);
+    if (p->gradients & SKL_DW_S)
+        g.dw_s = make_tensor(arena, p, grad_dtype(p, p->dtype_w), p->heads_s, rows_q(p), p->index_heads);
+    if (p->gradients & SKL_DSINK_T)
+        g.dsink_t = allocate(arena, (size_t)p->heads_t * sizeof *g.dsink_t);
+    if (p->gradients & SKL_DSINK_S)
+        g.dsink_s = allocate(arena, (size_t)p->heads_s * sizeof *g.dsink_s);
+    return g;
+}
+
+static skl_attention make_attention(arena *arena, const skl_problem *p)
+{
+    skl_attention a = {.struct_size = sizeof a};
+    a.v_s = as_input(make_tensor(arena, p, p->dtype_s, p->key_heads_s, rows_k(p), p->dim_s));
+    a.o_s = as_input(make_tensor(arena, p, p->dtype_s, p->heads_s, rows_q(p), p->dim_s));
+    a.do_s = as_input(make_tensor(arena, p, p->dtype_s, p->heads_s, rows_q(p), p->dim_s));
+    a.dv_s = make_tensor(arena, p, grad_dtype(p, p->dtype_s), p->key_heads_s, rows_k(p), p->dim_s);
+    return a;
+}
+
+/* A number of statistics, 0 if a call must refuse it. */
+static int64_t valid_count(int32_t count)
+{
+    return count >= 0 && count <= 64 ? count : 0;
+}
+
+/* Any subset of the statistics, with any numbers. */
+static skl_stats make_stats(arena *arena, byte_source *source, const skl_problem *p)
+{
     skl_stats stats = {.struct_size = sizeof stats};
-    stats.row_begin = plus(take_number(source, 60), -30);
-    stats.row_end = plus(take_number(source, 60), -30);
+    stats.row_begin = plus(take_number(source, 20), -10);
+    stats.row_end = plus(take_number(source, 20), -10);
     stats.per_key_head = (int32_t)take_number(source, 2);
-    stats.distance_count = (int32_t)take_number(source, COUNT_MAX);
-    stats.range_count = (int32_t)take_number(source, COUNT_MAX);
-    stats.top_k = (int32_t)take_number(source, COUNT_MAX);
-    stats.chosen_count = (int32_t)(take(source, 1) % CHOSEN_MAX);
-    stats.key_ranges = take_lengths(&arena, source, 2 * COUNT_MAX * p->batch, p->len_k, 0);
-    stats.chosen_rows = take_lengths(&arena, source, CHOSEN_MAX * p->batch, p->len_q, 0);
+    stats.distance_count = (int32_t)take_number(source, 8);
+    stats.range_count = (int32_t)take_number(source, 4);
+    stats.top_k = (int32_t)take_number(source, 8);
+    stats.chosen_count = (int32_t)(take(source, 1) % 4);
+    const int64_t distances = valid_count(stats.distance_count), ranges = valid_count(stats.range_count);
+    const int64_t top_k = valid_count(stats.top_k);
+    stats.key_ranges = take_lengths(arena, source, 2 * ranges * p->batch, p->len_k, false);
+    stats.chosen_rows = take_lengths(arena, source, stats.chosen_count * p->batch, p->len_q, false);
     if (take(source, 1) % 2)
-        stats.row_weights = as_input(make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, 1));
+        stats.row_weights = as_input(make_rows(arena, p, p->heads_s));
     const int64_t bits = take(source, 2);
     skl_output *const rows[] = {&stats.lse, &stats.entropy, &stats.max_logit, &stats.expected_distance};
     for (int n = 0; n < 4; n++)
         if (bits >> n & 1)
-            *rows[n] = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, 1);
+            *rows[n] = make_rows(arena, p, p->heads_s);
     if (bits >> 4 & 1)
-        stats.key_sum = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_k, 1);
+        stats.key_sum = make_tensor(arena, p, SKL_F32, p->heads_s, rows_k(p), 1);
     if (bits >> 5 & 1)
-        stats.key_max = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_k, 1);
+        stats.key_max = make_tensor(arena, p, SKL_F32, p->heads_s, rows_k(p), 1);
     const size_t heads = (size_t)(p->batch * p->heads_s);
     if (bits >> 6 & 1)
-        stats.head_max_logit = allocate(&arena, source, heads * sizeof(float));
+        stats.head_max_logit = allocate(arena, heads * sizeof(float));
     if (bits >> 7 & 1)
-        stats.distance_mass = allocate(&arena, source, heads * COUNT_MAX * sizeof(float));
+        stats.distance_mass = allocate(arena, heads * (size_t)distances * sizeof(float));
     if (bits >> 8 & 1)
-        stats.range_mass = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, COUNT_MAX);
+        stats.range_mass = make_tensor(arena, p, SKL_F32, p->heads_s, rows_q(p), ranges);
     if (bits >> 9 & 1)
-        stats.range_sum = allocate(&arena, source, heads * COUNT_MAX * sizeof(float));
+        stats.range_sum = allocate(arena, heads * (size_t)ranges * sizeof(float));
     if (bits >> 10 & 1)
-        stats.top_keys = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, COUNT_MAX);
+        stats.top_keys = make_tensor(arena, p, SKL_F32, p->heads_s, rows_q(p), top_k);
     if (bits >> 11 & 1)
-        stats.top_p = make_tensor(&arena, source, p, SKL_F32, p->heads_s, length_q, COUNT_MAX);
+        stats.top_p = make_tensor(arena, p, SKL_F32, p->heads_s, rows_q(p), top_k);
     if (bits >> 12 & 1)
-        stats.weights = allocate(&arena, source, heads * CHOSEN_MAX * (size_t)p->len_k * sizeof(float));
-    (void)skl_attention_stats(plan, in, &stats, workspace, size, NULL);
-    for (int n = 0; n < arena.count; n++)
-        free(arena.blocks[n]);
+        stats.weights = allocate(arena, heads * (size_t)stats.chosen_count * (size_t)p->len_k * sizeof(float));
+    return stats;
 }
 
-/* Errors are fine, since calls check lengths, row bounds and indices; crashes are not. */
-static void run(const skl_plan *plan, skl_problem p, byte_source *source)
+/* ---- One wrong argument ------------------------------------------------------------------------------------------
+ */
+
+static const size_t structs[] = {offsetof(call, in), offsetof(call, rows), offsetof(call, gradients),
+                                 offsetof(call, attention), offsetof(call, stats)};
+static const size_t inputs[] = {
+    offsetof(call, in.q_t),        offsetof(call, in.k_t),         offsetof(call, in.q_s),
+    offsetof(call, in.k_s),        offsetof(call, in.lse_t),       offsetof(call, in.lse_s),
+    offsetof(call, in.kl),         offsetof(call, in.dot_t),       offsetof(call, in.grad_kl),
+    offsetof(call, in.w_s),        offsetof(call, in.indices),     offsetof(call, attention.v_s),
+    offsetof(call, attention.o_s), offsetof(call, attention.do_s), offsetof(call, stats.row_weights)};
+static const size_t outputs[] = {offsetof(call, rows.kl),
+                                 offsetof(call, rows.lse_t),
+                                 offsetof(call, rows.lse_s),
+                                 offsetof(call, rows.dot_t),
+                                 offsetof(call, rows.cross_entropy),
+                                 offsetof(call, rows.entropy),
+                                 offsetof(call, rows.mass),
+                                 offsetof(call, gradients.dq_t),
+                                 offsetof(call, gradients.dk_t),
+                                 offsetof(call, gradients.dq_s),
+                                 offsetof(call, gradients.dk_s),
+                                 offsetof(call, gradients.dw_s),
+                                 offsetof(call, attention.dv_s),
+                                 offsetof(call, stats.key_sum),
+                                 offsetof(call, stats.key_max),
+                                 offsetof(call, stats.lse),
+                                 offsetof(call, stats.entropy),
+                                 offsetof(call, stats.max_logit),
+                                 offsetof(call, stats.expected_distance),
+                                 offsetof(call, stats.range_mass),
+                                 offsetof(call, stats.top_keys),
+                                 offsetof(call, stats.top_p)};
+static const size_t arrays[] = {offsetof(call, in.cu_seqlens_q),
+                                offsetof(call, in.cu_seqlens_k),
+                                offsetof(call, in.key_lengths),
+                                offsetof(call, in.key_begin),
+                                offsetof(call, in.key_end),
+                                offsetof(call, in.sink_t),
+                                offsetof(call, in.sink_s),
+                                offsetof(call, gradients.dsink_t),
+                                offsetof(call, gradients.dsink_s),
+                                offsetof(call, stats.key_ranges),
+                                offsetof(call, stats.chosen_rows),
+                                offsetof(call, stats.head_max_logit),
+                                offsetof(call, stats.distance_mass),
+                                offsetof(call, stats.range_sum),
+                                offsetof(call, stats.weights),
+                                offsetof(call, states),
+                                offsetof(call, from),
+                                offsetof(call, workspace)};
+
+#define TAKE_FROM(table, source) ((table)[take(source, 1) % (int64_t)(sizeof(table) / sizeof((table)[0]))])
+
+/* Makes a pointer NULL or misaligned. */
+static void spoil_pointer(void *pointer, byte_source *source)
 {
-    arena arena = {.count = 0};
-    const int64_t length_q = p.packed ? p.total_q : p.len_q, length_k = p.packed ? p.total_k : p.len_k;
-    const int64_t key_heads_t = p.key_heads_t ? p.key_heads_t : p.heads_t;
-    const int64_t key_heads_s = p.key_heads_s ? p.key_heads_s : p.heads_s;
-    const skl_dtype grad_t = p.grad_f32 ? SKL_F32 : p.dtype_t, grad_s = p.grad_f32 ? SKL_F32 : p.dtype_s;
-    const int indexer = p.student == SKL_STUDENT_INDEXER;
-    const int teacher_groups = p.heads_t > p.heads_s || indexer;
-    const int64_t query_heads_s = indexer ? p.heads_s * p.index_heads : p.heads_s;
-    skl_inputs in = {.struct_size = sizeof in};
-    in.q_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, p.heads_t, length_q, p.dim_t));
-    in.k_t = as_input(make_tensor(&arena, source, &p, p.dtype_t, key_heads_t, length_k, p.dim_t));
-    in.q_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, query_heads_s, length_q, p.dim_s));
-    in.k_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, key_heads_s, length_k, p.dim_s));
-    if (indexer)
-        in.w_s = as_input(make_tensor(&arena, source, &p, p.dtype_w, p.heads_s, length_q, p.index_heads));
-    if (p.top_k > 0)
-        in.indices = take_indices(&arena, source, &p, length_q);
-    if (p.packed) {
-        in.cu_seqlens_q = take_lengths(&arena, source, p.batch + 1, p.len_q, 1);
-        in.cu_seqlens_k = take_lengths(&arena, source, p.batch + 1, p.len_k, 1);
-    } else if (take(source, 1) % 2) {
-        in.key_lengths = take_lengths(&arena, source, p.batch, p.len_k, 0);
-    }
-    const int64_t sides = p.row_bounds ? 1 + take(source, 1) % 3 : 0; /* of bounds: 1, 2 or both */
-    if (sides & 1)
-        in.key_begin = take_bounds(&arena, source, &in, &p);
-    if (sides & 2)
-        in.key_end = take_bounds(&arena, source, &in, &p);
-    if (p.sinks) {
-        in.sink_t = allocate(&arena, source, (size_t)p.heads_t * sizeof *in.sink_t);
-        in.sink_s = allocate(&arena, source, (size_t)p.heads_s * sizeof *in.sink_s);
-    }
+    uint8_t *address;
+    memcpy(&address, pointer, sizeof address);
+    address = address == NULL || take(source, 1) % 2 ? NULL : address + 1;
+    memcpy(pointer, &address, sizeof address);
+}
 
-    skl_rows rows = {.struct_size = sizeof rows};
-    rows.kl = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
-    rows.lse_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
-    rows.lse_s = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
-    if (indexer) {
-        rows.cross_entropy = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
-        rows.entropy = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
-        rows.mass = make_tensor(&arena, source, &p, SKL_F32, p.heads_s, length_q, 1);
-    }
-    if (teacher_groups && !indexer && !p.sinks)
-        rows.dot_t = make_tensor(&arena, source, &p, SKL_F32, p.heads_t, length_q, 1);
-    skl_gradients gradients = {.struct_size = sizeof gradients};
-    if (p.gradients & SKL_DQ_T)
-        gradients.dq_t = make_tensor(&arena, source, &p, grad_t, p.heads_t, length_q, p.dim_t);
-    if (p.gradients & SKL_DK_T)
-        gradients.dk_t = make_tensor(&arena, source, &p, grad_t, key_heads_t, length_k, p.dim_t);
-    if (p.gradients & SKL_DQ_S)
-        gradients.dq_s = make_tensor(&arena, source, &p, grad_s, query_heads_s, length_q, p.dim_s);
-    if (p.gradients & SKL_DK_S)
-        gradients.dk_s = make_tensor(&arena, source, &p, grad_s, key_heads_s, length_k, p.dim_s);
-    if (p.gradients & SKL_DW_S)
-        gradients.dw_s =
-            make_tensor(&arena, source, &p, p.grad_f32 ? SKL_F32 : p.dtype_w, p.heads_s, length_q, p.index_heads);
-    if (p.gradients & SKL_DSINK_T)
-        gradients.dsink_t = allocate(&arena, source, (size_t)p.heads_t * sizeof *gradients.dsink_t);
-    if (p.gradients & SKL_DSINK_S)
-        gradients.dsink_s = allocate(&arena, source, (size_t)p.heads_s * sizeof *gradients.dsink_s);
+static void spoil_stride(void *tensor, byte_source *source)
+{
+    static const int64_t strides[] = {-1, INT64_MIN, 0, INT64_MAX / 4}; /* the last: no span has 64 bits */
+    skl_input changed;
+    memcpy(&changed, tensor, sizeof changed);
+    int64_t *const of_tensor[] = {&changed.stride_batch, &changed.stride_head, &changed.stride_row};
+    int64_t *const stride = TAKE_FROM(of_tensor, source);
+    *stride = TAKE_FROM(strides, source);
+    memcpy(tensor, &changed, sizeof changed);
+}
 
-    size_t size = 0;
-    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_STATS; op++)
-        size = skl_plan_workspace_size(plan, op) > size ? skl_plan_workspace_size(plan, op) : size;
-    void *const workspace = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, (size + 63) / 64 * 64);
-    if (!workspace)
+/* An older program's struct, or none at all: a larger one would have bytes after its end. */
+static void spoil_size(void *size_of_struct, byte_source *source)
+{
+    size_t size;
+    memcpy(&size, size_of_struct, sizeof size);
+    size = (size_t)take(source, 2) % size;
+    memcpy(size_of_struct, &size, sizeof size);
+}
+
+/* Changes one argument into one that calls refuse, or do not need. */
+static void spoil(call *c, byte_source *source)
+{
+    uint8_t *const bytes = (uint8_t *)c;
+    const bool has_queries = rows_q(c->p) > 0 && (c->p->packed || c->p->batch > 0);
+    c->spoiled = true;
+    switch (take(source, 1) % 16) {
+    case 0:
+        spoil_pointer(bytes + TAKE_FROM(inputs, source), source);
+        break;
+    case 1:
+        spoil_pointer(bytes + TAKE_FROM(outputs, source), source);
+        break;
+    case 2:
+        spoil_pointer(bytes + TAKE_FROM(arrays, source), source);
+        break;
+    case 3:
+        spoil_stride(bytes + TAKE_FROM(inputs, source), source);
+        break;
+    case 4:
+        spoil_stride(bytes + TAKE_FROM(outputs, source), source);
+        break;
+    case 5:
+        spoil_size(bytes + TAKE_FROM(structs, source), source);
+        break;
+    case 6:
+        c->workspace_size = (size_t)take(source, 2);
+        break;
+    case 7: /* an output on the queries */
+        if (has_queries)
+            memcpy(bytes + TAKE_FROM(outputs, source), &c->in.q_s.data, sizeof c->in.q_s.data);
+        break;
+    default:
+        c->spoiled = false;
+    }
+}
+
+/* ---- The calls ---------------------------------------------------------------------------------------------------
+ */
+
+/* Without a wrong argument, a call refuses exactly what skl_inputs_check refuses. */
+static void expect(const call *c, skl_status status)
+{
+    if (status != SKL_OK && skl_last_error()[0] == '\0')
         abort();
-    const skl_status checked = skl_inputs_check(plan, &in);
-    const skl_status status = skl_forward(plan, &in, &rows, workspace, size, NULL);
-    if (checked != status)
-        abort(); /* all else is valid, so both must agree on lengths, row bounds and indices */
-    const skl_op last_op = p.gradients & SKL_DV_S ? SKL_OP_ATTENTION_BACKWARD : SKL_OP_PARTIAL;
-    for (skl_op op = SKL_OP_FORWARD; op <= last_op; op++) {
+    if (!c->spoiled && (status == SKL_OK) != (c->checked == SKL_OK))
+        abort();
+}
+
+static void run_backwards(const call *c)
+{
+    expect(c, skl_backward(c->plan, &c->in, &c->gradients, c->workspace, c->workspace_size, NULL));
+    skl_rows rows = c->rows; /* the LSEs are inputs */
+    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
+    expect(c, skl_forward_backward(c->plan, &c->in, &rows, &c->gradients, c->workspace, c->workspace_size, NULL));
+}
+
+static void run_attention(const call *c)
+{
+    const skl_rows only_kl = {.struct_size = sizeof only_kl, .kl = c->rows.kl};
+    const skl_status status = skl_attention_backward(c->plan, &c->in, &c->attention, &only_kl, &c->gradients,
+                                                     c->workspace, c->workspace_size, NULL);
+    if (c->p->gradients & SKL_DV_S)
+        expect(c, status);
+    else if (status == SKL_OK)
+        abort();
+    if (skl_attention_forward(c->plan, &c->in, &c->attention.v_s, &c->rows, &c->attention.dv_s, c->workspace,
+                              c->workspace_size, NULL) == SKL_OK)
+        abort(); /* a CPU has none */
+}
+
+static void run_states(const call *c, byte_source *source)
+{
+    const int64_t begin = take_number(source, 12), end = plus(begin, take_number(source, 12));
+    skl_status status = skl_partial(c->plan, &c->in, begin, end, c->states, c->workspace, c->workspace_size, NULL);
+    if (begin <= end)
+        expect(c, status);
+    else if (status == SKL_OK)
+        abort();
+    expect(c, skl_partial(c->plan, &c->in, end, INT64_MAX, c->from, c->workspace, c->workspace_size, NULL));
+    status = skl_states_merge(c->plan, c->states, c->from, NULL);
+    if (!c->spoiled && status != SKL_OK)
+        abort();
+    skl_rows rows = c->rows;
+    rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
+    expect(c, skl_states_finish(c->plan, &c->in, c->states, &rows, NULL));
+    (void)skl_states_finish(c->plan, NULL, c->states, &rows, NULL);
+}
+
+static void run_simple(const call *c, const skl_options *options, const skl_problem *problem)
+{
+    const skl_inputs *const in = &c->in;
+    (void)skl_attention_kl(problem, options, in->q_t.data, in->k_t.data, in->q_s.data, in->k_s.data, c->rows.kl.data,
+                           NULL);
+    (void)skl_attention_kl_backward(problem, options, in->q_t.data, in->k_t.data, in->q_s.data, in->k_s.data,
+                                    in->grad_kl.data, c->rows.kl.data, c->gradients.dq_s.data, c->gradients.dk_s.data,
+                                    NULL);
+}
+
+static void explain(const call *c, byte_source *source)
+{
+    for (int op = 0; op <= SKL_OP_ATTENTION_STATS + 1; op++) {
         char text[64];
-        if (skl_plan_explain(plan, &in, op, text, sizeof text) == 0)
+        (void)skl_plan_explain(c->plan, &c->in, (skl_op)op, text, (size_t)take(source, 1) % sizeof text);
+        (void)skl_plan_explain(c->plan, NULL, (skl_op)op, NULL, 0);
+        (void)skl_plan_supports(c->plan, (skl_op)op);
+    }
+}
+
+/* Errors are fine, since calls check their arguments; crashes are not. */
+static void run(const skl_plan *plan, const skl_options *options, skl_problem p, byte_source *source)
+{
+    enum { BACKWARD = 1, STATES = 2, STATS = 4, ATTENTION = 8, SIMPLE = 16, EXPLAIN = 32, GIVEN_LSE = 64 };
+    const int64_t calls = take(source, 1);
+    p.key_heads_t = p.key_heads_t ? p.key_heads_t : p.heads_t;
+    p.key_heads_s = p.key_heads_s ? p.key_heads_s : p.heads_s;
+    call c = {.plan = plan, .p = &p};
+    arena arena = arena_create(*source);
+    c.in = make_inputs(&arena, source, &p);
+    c.rows = make_row_results(&arena, &p);
+    c.gradients = make_gradients(&arena, &p);
+    c.attention.struct_size = sizeof c.attention;
+    c.stats.struct_size = sizeof c.stats;
+    if (calls & ATTENTION && !is_indexer(&p))
+        c.attention = make_attention(&arena, &p);
+    if (calls & STATS)
+        c.stats = make_stats(&arena, source, &p);
+    const size_t states_size = (size_t)(p.heads_s * (p.packed ? p.total_q : p.batch * p.len_q)) * sizeof *c.states;
+    if (calls & STATES) {
+        c.states = allocate(&arena, states_size);
+        c.from = allocate(&arena, states_size);
+    }
+    for (skl_op op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_STATS; op++)
+        if (skl_plan_workspace_size(plan, op) > c.workspace_size)
+            c.workspace_size = skl_plan_workspace_size(plan, op);
+    c.workspace = make_workspace(c.workspace_size);
+    c.in.lse_t = as_input(c.rows.lse_t), c.in.lse_s = as_input(c.rows.lse_s);
+    c.in.kl = as_input(c.rows.kl), c.in.dot_t = as_input(c.rows.dot_t);
+    spoil(&c, source);
+
+    skl_inputs first = c.in;
+    if (!(calls & GIVEN_LSE))
+        first.lse_t.data = NULL;
+    c.checked = skl_inputs_check(plan, &first);
+    expect(&c, skl_forward(plan, &first, &c.rows, c.workspace, c.workspace_size, NULL));
+    if (calls & STATS) {
+        const skl_status status = skl_attention_stats(plan, &c.in, &c.stats, c.workspace, c.workspace_size, NULL);
+        if (!c.spoiled && c.checked != SKL_OK && status == SKL_OK)
             abort();
     }
-    if (!indexer)
-        run_stats(plan, &p, &in, source, workspace, size);
-    if (status == SKL_OK) {
-        in.lse_t = as_input(rows.lse_t), in.lse_s = as_input(rows.lse_s);
-        in.kl = as_input(rows.kl), in.dot_t = as_input(rows.dot_t);
-        if (skl_backward(plan, &in, &gradients, workspace, size, NULL) != SKL_OK)
-            abort(); /* the lengths are valid, and all required rows are given */
-        if (p.gradients & SKL_DV_S) {
-            skl_attention attention = {.struct_size = sizeof attention};
-            attention.v_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, key_heads_s, length_k, p.dim_s));
-            attention.o_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, p.heads_s, length_q, p.dim_s));
-            attention.do_s = as_input(make_tensor(&arena, source, &p, p.dtype_s, p.heads_s, length_q, p.dim_s));
-            attention.dv_s = make_tensor(&arena, source, &p, grad_s, key_heads_s, length_k, p.dim_s);
-            const skl_rows only_kl = {.struct_size = sizeof only_kl, .kl = rows.kl};
-            if (skl_attention_backward(plan, &in, &attention, &only_kl, &gradients, workspace, size, NULL) != SKL_OK)
-                abort();
-        }
-        skl_row_state *const states = allocate(
-            &arena, source, (size_t)((p.packed ? 1 : p.batch) * p.heads_s * length_q) * sizeof(skl_row_state));
-        if (skl_partial(plan, &in, take_number(source, 50), 1000, states, workspace, size, NULL) == SKL_OK) {
-            in.lse_t.data = teacher_groups ? in.lse_t.data : NULL;
-            rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
-            rows.lse_t.data = teacher_groups && !p.sinks ? NULL : rows.lse_t.data; /* it is an input now */
-            if (skl_states_finish(plan, &in, states, &rows, NULL) != SKL_OK)
-                abort();
-        }
-    }
-    free(workspace);
-    for (int n = 0; n < arena.count; n++)
-        free(arena.blocks[n]);
+    if (calls & EXPLAIN)
+        explain(&c, source);
+    if (calls & BACKWARD)
+        run_backwards(&c);
+    if (calls & ATTENTION)
+        run_attention(&c);
+    if (calls & STATES)
+        run_states(&c, source);
+    if (calls & SIMPLE)
+        run_simple(&c, options, &p);
+    arena_destroy(&arena);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -381,12 +686,13 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (skl_kernel_at((int32_t)(take(&source, 1) % 8), &kernel) && kernel.device == SKL_CPU && kernel.usable)
         options.kernel = kernel.name;
     const skl_problem problem = take_problem(&source);
+    (void)skl_problem_needs(&problem, (skl_op)take(&source, 1));
     skl_plan *plan = NULL;
     const skl_status status = skl_plan_create(&plan, &problem, &options);
     if ((status == SKL_OK) != (plan != NULL))
         abort();
     if (status == SKL_OK && is_small(&problem))
-        run(plan, problem, &source);
+        run(plan, &options, problem, &source);
     skl_plan_destroy(plan);
     return 0;
 }

@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "base/kl_math.h"
+#include "base/sinks.h"
 
 enum { STATES = 10000 };
 
@@ -57,10 +58,41 @@ static void test_one_key_without_a_sum_stays_as_it_is(void **unused)
     assert_memory_equal(&one, &state, sizeof one);
 }
 
+/* Outcomes of probability 0 add nothing, and a row of nothing else has no LSE: no NaN from inf - inf. */
+static void test_sums_of_logits_that_are_minus_infinity(void **unused)
+{
+    (void)unused;
+    const skl_log_sum none = {-INFINITY, 0.0F}, still_none = skl_log_sum_add(none, -INFINITY);
+    assert_true(still_none.largest == -INFINITY && still_none.sum == 0.0F);
+    const skl_log_sum one = skl_log_sum_add(still_none, 3.0F), same = skl_log_sum_add(one, -INFINITY);
+    assert_true(one.largest == 3.0F && one.sum == 1.0F);
+    assert_true(same.largest == 3.0F && same.sum == 1.0F);
+    assert_true(skl_lse_with_sink(-INFINITY, -INFINITY) == -INFINITY);
+    assert_true(skl_lse_with_sink(-INFINITY, 2.0) == 2.0 && skl_lse_with_sink(2.0, -INFINITY) == 2.0);
+    assert_true(fabs(skl_lse_with_sink(1.0, 1.0) - 1.0 - log(2.0)) < 1e-15);
+}
+
+/* The logit of a group's sink is log mean_h e^sink_h, also where some or all heads have none. */
+static void test_sinks_of_a_group_that_are_minus_infinity(void **unused)
+{
+    (void)unused;
+    const float some[] = {-INFINITY, 2.0F, -INFINITY, 2.0F}, none[] = {-INFINITY, -INFINITY};
+    skl_inputs inputs = {.sink_t = some, .sink_s = none};
+    const skl_row_lses of_four = {.group = 4}, of_two = {.group = 2}, of_one = {.group = 1};
+    const skl_sink_logits half = skl_sink_logits_of(&inputs, 0, of_four);
+    assert_true(fabs((double)half.t - 2.0 + log(2.0)) < 1e-6 && half.s == -INFINITY);
+    assert_true(skl_sink_logits_of(&inputs, 1, of_one).t == 2.0F);
+    inputs.sink_t = none;
+    assert_true(skl_sink_logits_of(&inputs, 0, of_two).t == -INFINITY);
+    assert_true(skl_sink_logits_of(&inputs, 0, of_one).t == -INFINITY);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_key_keeps_both_sums),
                                        cmocka_unit_test(test_one_key_with_sums_far_apart),
-                                       cmocka_unit_test(test_one_key_without_a_sum_stays_as_it_is)};
+                                       cmocka_unit_test(test_one_key_without_a_sum_stays_as_it_is),
+                                       cmocka_unit_test(test_sums_of_logits_that_are_minus_infinity),
+                                       cmocka_unit_test(test_sinks_of_a_group_that_are_minus_infinity)};
     return test_run("kl_math", tests, COUNT_OF(tests));
 }

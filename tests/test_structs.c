@@ -270,6 +270,9 @@ static void check_shorter(const calls *c, const struct_call *s)
     for (size_t size = sizeof(size_t); size < type->first_size; size += sizeof(size_t))
         assert_size_refused(c, s, size, size);
     assert_size_refused(c, s, sizeof(size_t), 0);
+    for (size_t size = type->first_size + 1; size < type->size; size++)
+        if (size % sizeof(void *) != 0) /* the last field would be half of a pointer */
+            assert_size_refused(c, s, size, size);
     for (size_t size = type->first_size; size <= type->size; size += sizeof(size_t))
         assert_accepted(c, s, size);
 }

@@ -1,5 +1,6 @@
 #include "base/structs.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 #include "base/status.h"
@@ -23,8 +24,10 @@ static skl_status check_struct(const skl_struct *type, const void *given, size_t
     if (given == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "%s=NULL: must be given", type->name);
     memcpy(&given_size, given, sizeof given_size);
-    if (given_size < type->first_size || given_size > SKL_STRUCT_SIZE_MAX)
-        return skl_fail(SKL_ERROR_ARGUMENT, "%s.struct_size=%zu: must be the sizeof of the struct, %zu, or %zu..%d%s",
+    const bool ends_in_a_pointer = given_size < type->size && given_size % sizeof(void *) != 0;
+    if (given_size < type->first_size || given_size > SKL_STRUCT_SIZE_MAX || ends_in_a_pointer)
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "%s.struct_size=%zu: must be the sizeof of the struct, %zu, or %zu..%d, a multiple of 8%s",
                         type->name, given_size, type->size, type->first_size, SKL_STRUCT_SIZE_MAX, type->hint);
     const unsigned char *const bytes = given;
     for (size_t i = type->size; i < given_size; i++)

@@ -42,15 +42,6 @@ def test_links(path):
     assert not broken
 
 
-def test_tests_exist():
-    """Tests that the design pages name, as `FILE` or `FILE::NAME`. A trial of tests/trial.h counts as a test."""
-    for page in ROOT.glob("docs/design/*.md"):
-        for name, test in re.findall(r"`(tests/[\w/]+\.(?:c|py))(?:::(\w+))?`", page.read_text()):
-            assert (ROOT / name).exists(), f"{page.name}: {name}"
-            pattern = rf"(?:def|static void) {test}\(|TRIALS\({test}," if test else ""
-            assert re.search(pattern, (ROOT / name).read_text()), f"{page.name}: {name}::{test}"
-
-
 def test_the_readme_fits():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
