@@ -24,7 +24,7 @@ RETRIEVES = 0.5  # a head retrieves if the teacher finds this share of all needl
 _SIZE = KEY + VALUE
 _ASKED = _SIZE - 1  # all but the value's last token, at the end of the text
 _TOKENS_PER_BATCH = 8192
-_MISSES = 32  # of a length, in the results
+_MISSES = 12  # at most, of a length, in the results
 _COUNTED = ("teacher", "student", "both")
 
 
@@ -152,7 +152,8 @@ class Retrieval:
         counts = dict(attention=attention, answers=self.right if has_answers else dict.fromkeys(_COUNTED))
         misses = [miss for miss in self.misses if miss["head"] in chosen]
         return dict(
-            length=length, rows=int(self.rows.sum()), heads=chosen, missed=len(misses), misses=misses[:_MISSES],
+            length=length, rows=int(self.rows.sum()), heads=chosen, missed=len(misses),
+            misses=misses[:: -(-len(misses) // _MISSES) or 1],  # evenly spread
             **{kind: {role: _shares(found[role], self.rows) for role in ("teacher", "student")}
                for kind, found in counts.items()},
             kept={kind: _shares(found["both"], found["teacher"]) for kind, found in counts.items()},

@@ -90,7 +90,7 @@ def verdict(evaluations: dict[str, Evaluation]) -> str:
     if not main.language_sequence:
         return f"{closer}."
     difference, error = _against_control(main, control)
-    numbers = f"{_perplexity(main):.4g} with it, {_perplexity(control):.4g} without"
+    numbers = f"{_in_words(_perplexity(main))} with it, {_in_words(_perplexity(control))} without"
     if not abs(difference) > 2 * error:
         sample = f"{main.sequences} sequence{'s' * (main.sequences != 1)}"
         return f"The attention loss makes no difference to the held-out perplexity that {sample} can show: {numbers}."
@@ -108,6 +108,10 @@ def _against_control(main: Evaluation, control: Evaluation) -> tuple[float, floa
 
 def _signed(difference: float, error: float) -> str:
     return f"{difference:+.3f}" + (f" ± {error:.3f}" if np.isfinite(error) else "")
+
+
+def _in_words(perplexity: float) -> str:
+    return f"{perplexity:.4g}" if perplexity < 1e4 else f"{perplexity:,.0f}"
 
 
 def _perplexity(found: Evaluation, role: str = "student") -> float:
@@ -146,11 +150,11 @@ def _figures(evaluations) -> list[dict[str, str]]:
             detail = f"teacher {100 * np.mean(result['answers']['teacher']):.0f} %{_control_answers(control)}; {result['rows']:,} tokens"
             figures.append(_figure(f"{100 * np.mean(result['answers']['student']):.1f} %", "values answered", detail))
     if main.language_sequence:
-        detail = f"teacher {_perplexity(main, 'teacher'):.4g}" + (
-            f", control {_perplexity(control):.4g}" if control else ""
+        detail = f"teacher {_in_words(_perplexity(main, 'teacher'))}" + (
+            f", control {_in_words(_perplexity(control))}" if control else ""
         )
         detail += f"; {main.sequences} sequences"
-        figures.append(_figure(f"{_perplexity(main):.4g}", "held-out perplexity", detail))
+        figures.append(_figure(_in_words(_perplexity(main)), "held-out perplexity", detail))
     if main.output_kl is not None:
         detail = "nats" if before is None else f"nats; before training {before.output_kl:.3g}"
         figures.append(_figure(f"{main.output_kl:.3g}", "held-out output KL", detail))
