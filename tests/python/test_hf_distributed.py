@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 SCRIPT = Path(__file__).parent / "hf_distributed.py"
 
 
@@ -15,5 +13,4 @@ def test_two_processes():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert answer.returncode == 0, answer.stderr[-3000:]
-    expected = 9 if hasattr(torch.cpu.Stream, "record_event") else 6  # FSDP2 of torch 2.6 does not run on CPUs
-    assert answer.stdout.count(" works\n") == expected, answer.stdout
+    assert answer.stdout.count(" works\n") + answer.stdout.count(" needs newer releases\n") == 9, answer.stdout

@@ -92,8 +92,8 @@ class Step:
 
     def read_keys(self, call: Call) -> Keys:
         if self._read_keys is None:  # not when it is made: torch.compile would trace that
-            mask = self.arguments().get("attention_mask")
-            is_of_tokens = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not self.module.config.is_encoder_decoder
+            mask, config = self.arguments().get("attention_mask"), self.module.config  # type: Any, Any
+            is_of_tokens = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not config.is_encoder_decoder
             self._read_keys = KeyReader(mask.bool() if is_of_tokens else None)
         return self._read_keys(call)
 
