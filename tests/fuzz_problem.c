@@ -432,54 +432,29 @@ static skl_stats make_stats(arena *arena, byte_source *source, const skl_problem
 /* ---- One wrong argument ------------------------------------------------------------------------------------------
  */
 
-static const size_t structs[] = {offsetof(call, in), offsetof(call, rows), offsetof(call, gradients),
-                                 offsetof(call, attention), offsetof(call, stats)};
+/* clang-format off */
+#define AT(member) offsetof(call, member)
+static const size_t structs[] = {
+    AT(in), AT(rows), AT(gradients), AT(attention), AT(stats),
+};
 static const size_t inputs[] = {
-    offsetof(call, in.q_t),        offsetof(call, in.k_t),         offsetof(call, in.q_s),
-    offsetof(call, in.k_s),        offsetof(call, in.lse_t),       offsetof(call, in.lse_s),
-    offsetof(call, in.kl),         offsetof(call, in.dot_t),       offsetof(call, in.grad_kl),
-    offsetof(call, in.w_s),        offsetof(call, in.indices),     offsetof(call, attention.v_s),
-    offsetof(call, attention.o_s), offsetof(call, attention.do_s), offsetof(call, stats.row_weights)};
-static const size_t outputs[] = {offsetof(call, rows.kl),
-                                 offsetof(call, rows.lse_t),
-                                 offsetof(call, rows.lse_s),
-                                 offsetof(call, rows.dot_t),
-                                 offsetof(call, rows.cross_entropy),
-                                 offsetof(call, rows.entropy),
-                                 offsetof(call, rows.mass),
-                                 offsetof(call, gradients.dq_t),
-                                 offsetof(call, gradients.dk_t),
-                                 offsetof(call, gradients.dq_s),
-                                 offsetof(call, gradients.dk_s),
-                                 offsetof(call, gradients.dw_s),
-                                 offsetof(call, attention.dv_s),
-                                 offsetof(call, stats.key_sum),
-                                 offsetof(call, stats.key_max),
-                                 offsetof(call, stats.lse),
-                                 offsetof(call, stats.entropy),
-                                 offsetof(call, stats.max_logit),
-                                 offsetof(call, stats.expected_distance),
-                                 offsetof(call, stats.range_mass),
-                                 offsetof(call, stats.top_keys),
-                                 offsetof(call, stats.top_p)};
-static const size_t arrays[] = {offsetof(call, in.cu_seqlens_q),
-                                offsetof(call, in.cu_seqlens_k),
-                                offsetof(call, in.key_lengths),
-                                offsetof(call, in.key_begin),
-                                offsetof(call, in.key_end),
-                                offsetof(call, in.sink_t),
-                                offsetof(call, in.sink_s),
-                                offsetof(call, gradients.dsink_t),
-                                offsetof(call, gradients.dsink_s),
-                                offsetof(call, stats.key_ranges),
-                                offsetof(call, stats.chosen_rows),
-                                offsetof(call, stats.head_max_logit),
-                                offsetof(call, stats.distance_mass),
-                                offsetof(call, stats.range_sum),
-                                offsetof(call, stats.weights),
-                                offsetof(call, states),
-                                offsetof(call, from),
-                                offsetof(call, workspace)};
+    AT(in.q_t), AT(in.k_t), AT(in.q_s), AT(in.k_s), AT(in.lse_t), AT(in.lse_s), AT(in.kl), AT(in.dot_t),
+    AT(in.grad_kl), AT(in.w_s), AT(in.indices), AT(attention.v_s), AT(attention.o_s), AT(attention.do_s),
+    AT(stats.row_weights),
+};
+static const size_t outputs[] = {
+    AT(rows.kl), AT(rows.lse_t), AT(rows.lse_s), AT(rows.dot_t), AT(rows.cross_entropy), AT(rows.entropy),
+    AT(rows.mass), AT(gradients.dq_t), AT(gradients.dk_t), AT(gradients.dq_s), AT(gradients.dk_s),
+    AT(gradients.dw_s), AT(attention.dv_s), AT(stats.key_sum), AT(stats.key_max), AT(stats.lse), AT(stats.entropy),
+    AT(stats.max_logit), AT(stats.expected_distance), AT(stats.range_mass), AT(stats.top_keys), AT(stats.top_p),
+};
+static const size_t arrays[] = {
+    AT(in.cu_seqlens_q), AT(in.cu_seqlens_k), AT(in.key_lengths), AT(in.key_begin), AT(in.key_end), AT(in.sink_t),
+    AT(in.sink_s), AT(gradients.dsink_t), AT(gradients.dsink_s), AT(stats.key_ranges), AT(stats.chosen_rows),
+    AT(stats.head_max_logit), AT(stats.distance_mass), AT(stats.range_sum), AT(stats.weights), AT(states), AT(from),
+    AT(workspace),
+};
+/* clang-format on */
 
 #define TAKE_FROM(table, source) ((table)[take(source, 1) % (int64_t)(sizeof(table) / sizeof((table)[0]))])
 
