@@ -58,6 +58,18 @@ def test_scales_softcap_and_no_relu(keys):
     compare(indexer, relu=False, direction="reverse", reduction="none")
 
 
+@pytest.mark.parametrize("head", range(3))
+@pytest.mark.parametrize("keys", TOP_K)
+def test_a_nan_of_any_teacher_head_shows(keys, head):
+    indexer = make_indexer(heads_t=3, key_heads_t=1, index_heads=1, dim_s=8, top_k=TOP_K[keys])
+    indexer.q_t[1, 7, head] = torch.nan
+    rows = streamkl.indexer_kl(*indexer, reduction="none")
+    assert rows[1, 0, 7].isnan() and rows.isnan().sum() == 1
+    if not TOP_K[keys]:
+        rows = streamkl.attention_kl(*indexer[:2], indexer.q_s, indexer.k_s, reduction="none")
+        assert rows[1, 0, 7].isnan() and rows.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("heads", [
     dict(heads_t=1, key_heads_t=1, index_heads=1), dict(heads_t=6, key_heads_t=6, index_heads=7),
     dict(heads_t=5, key_heads_t=1, dim_t=576, dim_s=32),  # latent attention: one key head

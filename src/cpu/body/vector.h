@@ -147,7 +147,7 @@ SKL_INLINE vec exp_in_range(vec x)
 }
 #endif
 
-/* Logarithm of a positive normal number: ln 2 times the exponent plus the odd series of (m - 1) / (m + 1) on
+/* Logarithm of a positive normal number, NaN for NaN: ln 2 times the exponent plus the odd series of (m - 1) / (m + 1) on
  * [1/sqrt 2, sqrt 2]. */
 SKL_INLINE vec log_vec(vec x)
 {
@@ -159,7 +159,7 @@ SKL_INLINE vec log_vec(vec x)
     p = horner(p, s, 0.57671438F);
     p = horner(p, s, 0.96179885F);
     p = horner(p, s, 2.88539008F);
-    return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2;
+    return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2 + (x - x);
 }
 
 /* Logarithm of any number: -inf for 0, NaN below it. Subnormal numbers count as 0, as in the products of matrix
