@@ -64,6 +64,12 @@ SKL_INLINE vec vec_max(vec a, vec b)
     return vec_select(a > b, a, b);
 }
 
+/* max(a, b); NaN if one of them is. */
+SKL_INLINE vec larger_or_nan(vec a, vec b)
+{
+    return vec_select((ivec)(b <= a) | (ivec)(a != a), a, b);
+}
+
 SKL_INLINE bool ivec_any(ivec mask)
 {
     int32_t any = 0;
@@ -147,8 +153,8 @@ SKL_INLINE vec exp_in_range(vec x)
 }
 #endif
 
-/* Logarithm of a positive normal number, NaN for NaN: ln 2 times the exponent plus the odd series of (m - 1) / (m + 1) on
- * [1/sqrt 2, sqrt 2]. */
+/* Logarithm of a positive normal number, NaN for NaN: ln 2 times the exponent plus the odd series of (m - 1) / (m +
+ * 1) on [1/sqrt 2, sqrt 2]. */
 SKL_INLINE vec log_vec(vec x)
 {
     const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* relative to 1/sqrt 2 */
