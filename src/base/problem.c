@@ -255,7 +255,8 @@ skl_status skl_op_check_for(const skl_problem *p, skl_op op)
         return skl_fail(SKL_ERROR_ARGUMENT, "student=%d: skl_attention_stats needs SKL_STUDENT_ATTENTION",
                         (int)p->student);
     if ((op == SKL_OP_PARTIAL || op == SKL_OP_FINISH) && skl_is_pooled(p))
-        return skl_fail(SKL_ERROR_ARGUMENT, "pool=%d: there are no partial states; must be 0", (int)p->pool);
+        return skl_fail(SKL_ERROR_ARGUMENT, "pool=%d: pooled teachers have no partial states; must be 0",
+                        (int)p->pool);
     return skl_op_is_attention(op) && !(p->gradients & SKL_DV_S)
                ? skl_fail(SKL_ERROR_ARGUMENT,
                           "gradients=%" PRIu32 ": skl_attention_%s needs a plan whose problem.gradients include "

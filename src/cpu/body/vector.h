@@ -153,8 +153,8 @@ SKL_INLINE vec exp_in_range(vec x)
 }
 #endif
 
-/* Logarithm of a positive normal number, NaN for NaN: ln 2 times the exponent plus the odd series of (m - 1) / (m +
- * 1) on [1/sqrt 2, sqrt 2]. */
+/* Logarithm of a positive normal number: ln 2 times the exponent plus the odd series of (m - 1) / (m + 1) on
+ * [1/sqrt 2, sqrt 2]. NaN for NaN, whose bits the series would read as a number. */
 SKL_INLINE vec log_vec(vec x)
 {
     const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* relative to 1/sqrt 2 */
