@@ -95,8 +95,7 @@ class Pooling(NamedTuple):
     def visible(self, seen, blocks) -> torch.Tensor:
         """bool [len_q, blocks]: the blocks of each row, from the keys [len_q, len_k] that it attends to."""
         size = self.pool[1]
-        padded = torch.nn.functional.pad(seen, (0, max(0, blocks * size - seen.shape[-1])))
-        keys = padded[..., : blocks * size].unflatten(-1, (blocks, size))
+        keys = torch.nn.functional.pad(seen, (0, size))[..., : blocks * size].unflatten(-1, (blocks, size))
         if self.blocks == "visible":
             return keys[..., 0]
         last = (seen * torch.arange(seen.shape[-1], device=seen.device)).amax(-1, keepdim=True) // size
@@ -106,7 +105,7 @@ class Pooling(NamedTuple):
     def __call__(self, log_p, blocks) -> torch.Tensor:
         """log M [..., blocks] of log P [..., keys], which is -inf where a key is hidden."""
         size = self.pool[1]
-        padded = torch.nn.functional.pad(log_p, (0, max(0, blocks * size - log_p.shape[-1])), value=-torch.inf)
+        padded = torch.nn.functional.pad(log_p, (0, size), value=-torch.inf)
         keys = padded[..., : blocks * size].unflatten(-1, (blocks, size))
         return keys.amax(-1) if self.pool[0] == "max" else keys.logsumexp(-1)
 
