@@ -145,6 +145,29 @@ typedef enum skl_link {
                            * log sum_j a_ij. A negative a makes the row NaN; a = 0 where P > 0 makes its KL infinite */
 } skl_link;
 
+/* The teacher of an indexer may be pooled over blocks of keys. The indexer then has one key per block, and the target
+ * of a row is a distribution on blocks:
+ *
+ *     P_j = mean_h P_hj, or max_h P_hj        over the r teacher heads of the group: skl_pool_heads
+ *     M_b = max_j P_j, or sum_j P_j           over the visible keys j of block b: skl_pool
+ *     P_b = M_b / sum_b M_b                   over the blocks of the row: skl_pool_blocks
+ *
+ * Block b holds keys pool_size * b .. pool_size * (b + 1) - 1 of its sequence. P_hj = exp(x_hj - lse_t[h]) with the
+ * given lse_t, or that of all visible keys; with top_k > 0, that of the listed blocks. rows->lse_t adds log sum_b M_b
+ * to it, and rows->mass is sum_b M_b. skl_backward and skl_forward_backward need this rows->lse_t of a skl_forward.
+ */
+typedef enum skl_pool { SKL_POOL_NONE = 0, SKL_POOL_MAX = 1, SKL_POOL_SUM = 2 } skl_pool;
+
+typedef enum skl_pool_heads { SKL_POOL_HEADS_MEAN = 0, SKL_POOL_HEADS_MAX = 1 } skl_pool_heads;
+
+/* The blocks of a row. Its other visible keys count only in lse_t. A row without blocks counts as one without visible
+ * keys. */
+typedef enum skl_pool_blocks {
+    SKL_POOL_COMPLETE = 0, /* blocks whose keys are all visible (Qwen QSA) */
+    SKL_POOL_EARLIER = 1,  /* the same without the block of the row's last visible key (SeerAttention-R) */
+    SKL_POOL_VISIBLE = 2   /* blocks whose first key is visible: the last block may be incomplete */
+} skl_pool_blocks;
+
 /* Gradients that a plan can compute. */
 enum {
     SKL_DQ_T = 1, /* teacher: not with an indexer, and not with SKL_DV_S */
@@ -200,7 +223,11 @@ typedef struct skl_problem {
     int32_t sinks;      /* 1: every softmax has a sink: see below */
     skl_link link_s;    /* SKL_LINK_LINEAR needs SKL_STUDENT_ATTENTION, KL(P || S), scale_s = softcap_s = 0 and no
                          * SKL_DV_S;    it has no statistics */
-    int32_t reserved;   /* 0 */
+    skl_pool pool;      /* indexer, not packed: pools the teacher over blocks of keys; only the CPU has kernels */
+    skl_pool_heads pool_heads;   /* pool: how the heads of a teacher group combine */
+    skl_pool_blocks pool_blocks; /* pool: the blocks of a row */
+    int64_t pool_size;           /* pool: keys per block. k_s and dk_s have len_k / pool_size rows, rounded down with
+                                  * SKL_POOL_COMPLETE and up otherwise; indices are blocks */
 } skl_problem;
 
 /* A sink is one more outcome of P and S that belongs to no key. Its logit is a number per head, inputs.sink_t and
@@ -230,7 +257,8 @@ typedef struct skl_output {
 typedef struct skl_inputs {
     size_t struct_size; /* sizeof(skl_inputs) */
     skl_input q_t, k_t; /* teacher: [batch, heads_t, len_q, dim_t], [batch, key_heads_t, len_k, dim_t] */
-    skl_input q_s, k_s; /* student: [batch, heads_s, len_q, dim_s], [batch, key_heads_s, len_k, dim_s] */
+    skl_input q_s, k_s; /* student: [batch, heads_s, len_q, dim_s], [batch, key_heads_s, len_k, dim_s]; with
+                         * problem.pool, k_s has one row per block */
     /* Row vectors, results of an earlier call: each call says which of them it needs. */
     skl_input lse_t;             /* [batch, heads_t, len_q] log-sum-exp of the teacher's logits, natural log */
     skl_input lse_s;             /* [batch, heads_s, len_q] log-sum-exp of the student's logits */
@@ -448,9 +476,10 @@ SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, 
 
 /* Returns 1 if calls of an operation run, with aligned tensors and all of problem.gradients. Returns 0 and sets
  * skl_last_error() if not: the message says why, and what to call instead. Only the three calls of the student's own
- * attention can be missing. On a GPU, skl_attention_forward and skl_attention_backward need Hopper, bf16 or f16 heads
- * of up to 128 dimensions, KL(P || S), r = 1 and no softcap; skl_attention_backward also needs a plan that need not
- * be deterministic. On a CPU there is no skl_attention_forward. */
+ * attention can be missing, and skl_partial with a pooled teacher. On a GPU, skl_attention_forward and
+ * skl_attention_backward need Hopper, bf16 or f16 heads of up to 128 dimensions, KL(P || S), r = 1 and no softcap;
+ * skl_attention_backward also needs a plan that need not be deterministic. On a CPU there is no
+ * skl_attention_forward. */
 SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */

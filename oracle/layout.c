@@ -67,6 +67,56 @@ oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *in
     return keys;
 }
 
+int64_t oracle_student_keys(const skl_problem *problem, int64_t keys)
+{
+    if (problem->pool == SKL_POOL_NONE)
+        return keys;
+    const int64_t incomplete = keys % problem->pool_size > 0 && problem->pool_blocks != SKL_POOL_COMPLETE;
+    return keys / problem->pool_size + incomplete;
+}
+
+int64_t oracle_block_keys(const skl_problem *problem)
+{
+    return problem->pool == SKL_POOL_NONE        ? 1
+           : problem->pool_size < problem->len_k ? problem->pool_size
+                                                 : problem->len_k;
+}
+
+/* Whether a row attends to a key or, with a pooled teacher, to a block. */
+static int attends_to(const skl_problem *problem, oracle_keys visible, int64_t key)
+{
+    if (problem->pool == SKL_POOL_NONE)
+        return visible.begin <= key && key < visible.end;
+    const int64_t first = key * problem->pool_size, last = first + problem->pool_size - 1;
+    const int sees_first = visible.begin <= first && first < visible.end, sees_last = last < visible.end;
+    const int has_newest = first <= visible.end - 1 && visible.end - 1 <= last;
+    return key >= 0 && sees_first && (sees_last || problem->pool_blocks == SKL_POOL_VISIBLE) &&
+           !(has_newest && problem->pool_blocks == SKL_POOL_EARLIER);
+}
+
+int64_t oracle_row_seen(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t i,
+                        const int64_t *keys, int64_t count, int64_t *seen, int64_t *outcomes)
+{
+    const oracle_keys visible = oracle_visible_keys(problem, inputs, b, i);
+    int64_t seen_count = 0;
+    if (problem->pool == SKL_POOL_NONE)
+        for (int64_t n = 0; n < count; n++)
+            seen[n] = keys[n], outcomes[n] = n;
+    if (problem->pool == SKL_POOL_NONE)
+        return count;
+    for (int64_t n = 0; n < (problem->top_k > 0 ? count : 1); n++)
+        for (int64_t key = visible.begin; key < visible.end; key++) {
+            const int64_t block = key / problem->pool_size;
+            const int64_t outcome = problem->top_k > 0 ? n : block - (count > 0 ? keys[0] : 0);
+            const int is_outcome = outcome >= 0 && outcome < count && keys[outcome] == block;
+            if (problem->top_k > 0 && !is_outcome)
+                continue;
+            seen[seen_count] = key;
+            outcomes[seen_count++] = is_outcome ? outcome : -1;
+        }
+    return seen_count;
+}
+
 int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t h, int64_t i,
                         int64_t *keys)
 {
@@ -75,11 +125,11 @@ int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, in
     const skl_input *const indices = &inputs->indices;
     const int64_t at = sequence.batch * indices->stride_batch + h * indices->stride_head +
                        (sequence.first_q + i) * indices->stride_row;
-    const int64_t candidates = problem->top_k > 0 ? problem->top_k : visible.end - visible.begin;
+    const int64_t all = oracle_student_keys(problem, sequence.len_k);
     int64_t count = 0;
-    for (int64_t n = 0; n < candidates; n++) {
-        const int64_t key = problem->top_k > 0 ? ((const int32_t *)indices->data)[at + n] : visible.begin + n;
-        if (visible.begin <= key && key < visible.end)
+    for (int64_t n = 0; n < (problem->top_k > 0 ? problem->top_k : all); n++) {
+        const int64_t key = problem->top_k > 0 ? ((const int32_t *)indices->data)[at + n] : n;
+        if (attends_to(problem, visible, key))
             keys[count++] = key;
     }
     return count;

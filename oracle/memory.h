@@ -12,6 +12,7 @@ typedef REAL real;
 /* The teacher or the student; its tensors are contiguous [batch, heads, length, dim]. */
 struct model {
     int64_t heads, key_heads, dim;
+    int64_t length_k; /* keys; of a student with a pooled teacher, blocks */
     real scale, softcap;
     int linear;          /* SKL_LINK_LINEAR: the logit is the logarithm of the product */
     int64_t index_heads; /* indexer: heads g that share the keys; otherwise 1 */
@@ -29,8 +30,8 @@ struct log_sum {
 
 struct run {
     const skl_problem *problem;
-    int64_t batch, length_q, length_k; /* of the buffers; packed: batch 1, length total */
-    int64_t group_size;                /* teacher heads per student head */
+    int64_t batch, length_q; /* of the buffers; packed: batch 1, length total */
+    int64_t group_size;      /* teacher heads per student head */
     struct model teacher, student;
     real key_sum, query_sum;          /* roundings of a sum over the keys of a row, and over the queries of a key */
     real *given_lse_t, *grad_kl;      /* NULL: not given */
@@ -39,17 +40,21 @@ struct run {
     real *cross_entropy, *entropy, *mass, *cross_entropy_rounding, *entropy_rounding, *mass_rounding;
     real *v, *o, *d_o; /* student's attention: NULL: not given */
     real *output, *output_rounding, *output_terms, *dv, *dv_rounding, *dv_terms;
-    int64_t row_length;   /* most outcomes of a row: max(length_k, top_k), and a sink */
-    int64_t *keys;        /* of one row, as rows of the key buffers */
+    int64_t row_length;   /* most keys of a row, which may repeat in a list, and a sink */
+    int64_t *keys;        /* of one row, as rows of the key buffers; with a pooled teacher, blocks */
+    int64_t *seen;        /* keys of the teacher in one row, as rows of the key buffers */
+    int64_t *outcomes;    /* which of `keys` each of them belongs to; -1: none */
     struct log_sum *lses; /* of one row: of the teacher heads, then of the student */
     real *scratch;        /* of one row; the arrays below, [group_size, row_length] for teacher heads */
     real *x, *y;          /* logits */
     real *log_p_head;     /* log P of each teacher head */
     real *log_ratio;      /* log (P_h / P) of each teacher head */
+    real *log_p_key;      /* pooled teacher: log P of each key */
     real *log_p, *log_s;  /* the two distributions of the KL */
     real *gradient;       /* with respect to the logits of one head */
     real *parts;          /* sum of the magnitudes of its parts */
     real *x_rounding, *y_rounding, *log_p_head_rounding, *log_p_rounding, *log_s_rounding, *gradient_rounding;
+    real *log_p_key_rounding;
 };
 
 static real *filled(int64_t count, real value)
@@ -91,11 +96,16 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
         model->scale = 1 / sqrt((real)(model->dim * model->index_heads));
     const int64_t query_heads = model->heads * model->index_heads;
     model->q = contiguous_copy(run, q, dtype, query_heads, run->length_q, model->dim);
-    model->k = contiguous_copy(run, k, dtype, model->key_heads, run->length_k, model->dim);
+    model->k = contiguous_copy(run, k, dtype, model->key_heads, model->length_k, model->dim);
     const int64_t count_q = run->batch * query_heads * run->length_q * model->dim;
-    const int64_t count_k = run->batch * model->key_heads * run->length_k * model->dim;
+    const int64_t count_k = run->batch * model->key_heads * model->length_k * model->dim;
     model->dq = filled(count_q, 0), model->dq_rounding = filled(count_q, 0), model->dq_terms = filled(count_q, 0);
     model->dk = filled(count_k, 0), model->dk_rounding = filled(count_k, 0), model->dk_terms = filled(count_k, 0);
+}
+
+static int is_pooled(const struct run *run)
+{
+    return run->problem->pool != SKL_POOL_NONE;
 }
 
 static int is_indexer(const struct run *run)
@@ -128,8 +138,8 @@ static void load_attention(struct run *run, const skl_attention *of)
     const struct model *const s = &run->student;
     const skl_dtype dtype = run->problem->dtype_s;
     const int64_t count_q = run->batch * s->heads * run->length_q * s->dim;
-    const int64_t count_k = run->batch * s->key_heads * run->length_k * s->dim;
-    run->v = contiguous_copy(run, &of->v_s, dtype, s->key_heads, run->length_k, s->dim);
+    const int64_t count_k = run->batch * s->key_heads * s->length_k * s->dim;
+    run->v = contiguous_copy(run, &of->v_s, dtype, s->key_heads, s->length_k, s->dim);
     run->o = contiguous_copy(run, &of->o_s, dtype, s->heads, run->length_q, s->dim);
     run->d_o = contiguous_copy(run, &of->do_s, dtype, s->heads, run->length_q, s->dim);
     run->output = filled(count_q, 0), run->output_rounding = filled(count_q, 0),
@@ -159,10 +169,13 @@ static oracle_result take_results(const struct run *run)
     for (size_t a = 0; a < sizeof inputs_and_scratch / sizeof *inputs_and_scratch; a++)
         free(inputs_and_scratch[a]);
     free(run->keys);
+    free(run->seen);
+    free(run->outcomes);
     free(run->lses);
 
     const struct model *const t = &run->teacher, *const s = &run->student;
-    const int64_t rows = run->batch * run->length_q, keys = run->batch * run->length_k;
+    const int64_t rows = run->batch * run->length_q;
+    const int64_t keys_t = run->batch * t->length_k, keys_s = run->batch * s->length_k;
     const int64_t sinks_t = run->problem->sinks ? t->heads : 0, sinks_s = run->problem->sinks ? s->heads : 0;
     const int64_t of_v = run->v ? s->dim : 0; /* elements per row: the arrays are NULL without the attention */
     const int64_t weights = weight_count(run), query_heads = s->heads * s->index_heads;
@@ -175,14 +188,14 @@ static oracle_result take_results(const struct run *run)
         .entropy = widened(run->entropy, rows * s->heads),
         .mass = widened(run->mass, rows * s->heads),
         .dq_t = widened(t->dq, rows * t->heads * t->dim),
-        .dk_t = widened(t->dk, keys * t->key_heads * t->dim),
+        .dk_t = widened(t->dk, keys_t * t->key_heads * t->dim),
         .dq_s = widened(s->dq, rows * query_heads * s->dim),
-        .dk_s = widened(s->dk, keys * s->key_heads * s->dim),
+        .dk_s = widened(s->dk, keys_s * s->key_heads * s->dim),
         .dw_s = widened(s->dw, weights),
         .dsink_t = widened(t->dsink, sinks_t),
         .dsink_s = widened(s->dsink, sinks_s),
         .o_s = widened(run->output, rows * s->heads * of_v),
-        .dv_s = widened(run->dv, keys * s->key_heads * of_v),
+        .dv_s = widened(run->dv, keys_s * s->key_heads * of_v),
         .rounding =
             {
                 .kl = widened(run->kl_rounding, rows * s->heads),
@@ -193,24 +206,24 @@ static oracle_result take_results(const struct run *run)
                 .entropy = widened(run->entropy_rounding, rows * s->heads),
                 .mass = widened(run->mass_rounding, rows * s->heads),
                 .dq_t = widened(t->dq_rounding, rows * t->heads * t->dim),
-                .dk_t = widened(t->dk_rounding, keys * t->key_heads * t->dim),
+                .dk_t = widened(t->dk_rounding, keys_t * t->key_heads * t->dim),
                 .dq_s = widened(s->dq_rounding, rows * query_heads * s->dim),
-                .dk_s = widened(s->dk_rounding, keys * s->key_heads * s->dim),
+                .dk_s = widened(s->dk_rounding, keys_s * s->key_heads * s->dim),
                 .dw_s = widened(s->dw_rounding, weights),
                 .dsink_t = widened(t->dsink_rounding, sinks_t),
                 .dsink_s = widened(s->dsink_rounding, sinks_s),
                 .o_s = widened(run->output_rounding, rows * s->heads * of_v),
-                .dv_s = widened(run->dv_rounding, keys * s->key_heads * of_v),
+                .dv_s = widened(run->dv_rounding, keys_s * s->key_heads * of_v),
             },
         .terms =
             {
                 .dq_t = widened(t->dq_terms, rows * t->heads * t->dim),
-                .dk_t = widened(t->dk_terms, keys * t->key_heads * t->dim),
+                .dk_t = widened(t->dk_terms, keys_t * t->key_heads * t->dim),
                 .dq_s = widened(s->dq_terms, rows * query_heads * s->dim),
-                .dk_s = widened(s->dk_terms, keys * s->key_heads * s->dim),
+                .dk_s = widened(s->dk_terms, keys_s * s->key_heads * s->dim),
                 .dw_s = widened(s->dw_terms, weights),
                 .o_s = widened(run->output_terms, rows * s->heads * of_v),
-                .dv_s = widened(run->dv_terms, keys * s->key_heads * of_v),
+                .dv_s = widened(run->dv_terms, keys_s * s->key_heads * of_v),
             },
     };
 }
@@ -236,17 +249,18 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const 
     struct run run = {.problem = p};
     run.batch = p->packed ? 1 : p->batch;
     run.length_q = p->packed ? p->total_q : p->len_q;
-    run.length_k = p->packed ? p->total_k : p->len_k;
     run.group_size = p->heads_t / p->heads_s;
     run.teacher = (struct model){p->heads_t, p->key_heads_t, p->dim_t, .scale = (real)p->scale_t};
     run.student = (struct model){p->heads_s, p->key_heads_s, p->dim_s, .scale = (real)p->scale_s};
+    run.teacher.length_k = p->packed ? p->total_k : p->len_k;
+    run.student.length_k = oracle_student_keys(p, run.teacher.length_k);
     run.teacher.softcap = (real)p->softcap_t, run.student.softcap = (real)p->softcap_s;
     run.student.linear = p->link_s == SKL_LINK_LINEAR;
     run.teacher.orders = run.student.orders = orders_for(run.batch * run.length_q * p->heads_s);
     run.teacher.index_heads = 1, run.student.index_heads = is_indexer(&run) ? p->index_heads : 1;
     load_model(&run, &run.teacher, p->dtype_t, &inputs->q_t, &inputs->k_t);
     load_model(&run, &run.student, p->dtype_s, &inputs->q_s, &inputs->k_s);
-    run.key_sum = sum_rounding(&inputs->k_t, &inputs->k_s, run.length_k);
+    run.key_sum = sum_rounding(&inputs->k_t, &inputs->k_s, run.teacher.length_k);
     run.query_sum = sum_rounding(&inputs->q_t, &inputs->q_s, run.length_q * p->heads_t * run.student.index_heads);
     load_weights(&run, &run.student, &inputs->w_s);
     load_sinks(&run, &run.teacher, inputs->sink_t);
@@ -269,17 +283,28 @@ static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const 
     run.entropy = filled(rows * p->heads_s, 0), run.entropy_rounding = filled(rows * p->heads_s, 0);
     run.mass = filled(rows * p->heads_s, 0), run.mass_rounding = filled(rows * p->heads_s, 0);
 
-    run.row_length = (p->top_k > run.length_k ? p->top_k : run.length_k) + (p->sinks ? 1 : 0);
+    const int64_t listed = p->top_k * oracle_block_keys(p);
+    run.row_length = (listed > run.teacher.length_k ? listed : run.teacher.length_k) + (p->sinks ? 1 : 0);
     run.keys = malloc(((size_t)run.row_length + 1) * sizeof *run.keys);
+    run.seen = malloc(((size_t)run.row_length + 1) * sizeof *run.seen);
+    run.outcomes = malloc(((size_t)run.row_length + 1) * sizeof *run.outcomes);
     run.lses = malloc(((size_t)run.group_size + 1) * sizeof *run.lses);
-    if (!run.keys || !run.lses)
+    if (!run.keys || !run.seen || !run.outcomes || !run.lses)
         abort();
-    run.scratch = filled((5 * run.group_size + 9) * run.row_length, 0);
+    run.scratch = filled((5 * run.group_size + 11) * run.row_length, 0);
     real *next = run.scratch;
     real **const of_heads[] = {&run.x, &run.x_rounding, &run.log_p_head, &run.log_p_head_rounding, &run.log_ratio};
-    real **const of_row[] = {&run.y,     &run.y_rounding,     &run.log_p,    &run.log_p_rounding,
-                             &run.log_s, &run.log_s_rounding, &run.gradient, &run.gradient_rounding,
-                             &run.parts};
+    real **const of_row[] = {&run.y,
+                             &run.y_rounding,
+                             &run.log_p,
+                             &run.log_p_rounding,
+                             &run.log_s,
+                             &run.log_s_rounding,
+                             &run.gradient,
+                             &run.gradient_rounding,
+                             &run.parts,
+                             &run.log_p_key,
+                             &run.log_p_key_rounding};
     for (size_t a = 0; a < sizeof of_heads / sizeof *of_heads; a++, next += run.group_size * run.row_length)
         *of_heads[a] = next;
     for (size_t a = 0; a < sizeof of_row / sizeof *of_row; a++, next += run.row_length)

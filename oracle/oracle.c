@@ -9,10 +9,12 @@
 #endif
 #include "memory.h"
 
-/* The current row: student head h_s, query row_q, and the keys that it sees, as rows of the key buffers. */
+/* The current row: student head h_s, query row_q, and the keys that it sees, as rows of the key buffers. With a
+ * pooled teacher `keys` are blocks, and the teacher has its own keys. */
 struct row {
     int64_t batch, h_s, row_q, key_count;
     const int64_t *keys;
+    int64_t seen_count; /* keys of the teacher, run->seen */
     int64_t at_s, at_t; /* its index in row vectors; teacher head h of the group has at_t + h * length_q */
 };
 
@@ -30,7 +32,7 @@ static struct offsets find_offsets(const struct run *run, const struct row *row,
 {
     const int64_t key_head = head / (model->heads / model->key_heads);
     const int64_t line_q = (row->batch * model->heads + head) * run->length_q + row->row_q;
-    const int64_t line_k = (row->batch * model->key_heads + key_head) * run->length_k;
+    const int64_t line_k = (row->batch * model->key_heads + key_head) * model->length_k;
     return (struct offsets){line_q * model->dim, line_k * model->dim, head};
 }
 
@@ -79,17 +81,17 @@ static struct dot dot_of(const struct model *model, const real *q, const real *k
 }
 
 /* logits[j] = softcap(scale * <q, k[j]>), or the logarithm. Roundings: every product, the logit. */
-static void compute_logits(const struct model *model, struct offsets at, const struct row *row, real *logits,
-                           real *roundings)
+static void compute_logits(const struct model *model, struct offsets at, const int64_t *keys, int64_t count,
+                           real *logits, real *roundings)
 {
     const real *const q = model->q + at.q;
-    for (int64_t j = 0; j < row->key_count; j++) {
-        if (row->keys[j] == SINK) {
+    for (int64_t j = 0; j < count; j++) {
+        if (keys[j] == SINK) {
             logits[j] = model->sink[at.head];
             roundings[j] = fabs(logits[j]);
             continue;
         }
-        const struct dot dot = dot_of(model, q, model->k + at.k + row->keys[j] * model->dim);
+        const struct dot dot = dot_of(model, q, model->k + at.k + keys[j] * model->dim);
         logits[j] = model->scale * dot.sum;
         if (model->softcap > 0)
             logits[j] = model->softcap * tanh(logits[j] / model->softcap);
@@ -167,12 +169,22 @@ static int uses_given_lse(const struct run *run)
     return has_teacher_groups(run) && run->given_lse_t;
 }
 
+/* LSEs that are not those of the outcomes: the teacher's target is divided by its sum. */
+static int is_renormalised(const struct run *run)
+{
+    return uses_given_lse(run) || is_pooled(run);
+}
+
+#include "pool.h"
+
 /* log S from lse_s; log P of each teacher head from lse_t; log P of their mean. An LSE is rounded like a logit. An
  * exponential that is wrong by more than one rounding is that of an exponent with a larger error. The rounding of the
  * mean is that of the heads, weighted by their share of the mean. */
 static void distributions(const struct run *run, const struct row *row)
 {
-    const int64_t group_size = run->group_size, count = row->key_count;
+    const int64_t group_size = run->group_size, count = row->key_count, seen_count = row->seen_count;
+    real *const log_p = is_pooled(run) ? run->log_p_key : run->log_p;
+    real *const log_p_rounding = is_pooled(run) ? run->log_p_key_rounding : run->log_p_rounding;
     const real exponential = (real)(oracle_exponential_roundings() - 1);
     const struct log_sum lse_s = run->lses[group_size];
     for (int64_t j = 0; j < count; j++) {
@@ -181,25 +193,32 @@ static void distributions(const struct run *run, const struct row *row)
     }
     for (int64_t h = 0; h < group_size; h++) {
         const int64_t line = h * run->row_length;
-        for (int64_t j = line; j < line + count; j++) {
+        for (int64_t j = line; j < line + seen_count; j++) {
             run->log_p_head[j] = minus_lse(run->x[j], run->lses[h]);
             run->log_p_head_rounding[j] =
-                run->x_rounding[j] + lse_rounding(run->lses[h], uses_given_lse(run)) + exponential;
+                run->x_rounding[j] + lse_rounding(run->lses[h], is_renormalised(run)) + exponential;
         }
     }
-    for (int64_t j = 0; j < count; j++) {
+    for (int64_t j = 0; j < seen_count; j++) {
+        if (run->problem->pool_heads == SKL_POOL_HEADS_MAX) {
+            log_p[j] = largest_of(run->log_p_head + j, run->log_p_head_rounding + j, group_size, run->row_length,
+                                  log_p_rounding + j);
+            continue;
+        }
         mark_undetermined(run->log_p_head + j, run->log_p_head_rounding + j, group_size, run->row_length);
         struct log_sum mean = log_sum_exp(run->log_p_head + j, group_size, run->row_length);
         mean.rest -= log((real)group_size);
         mean = as_stored(mean);
-        run->log_p[j] = value_of(mean);
-        run->log_p_rounding[j] = 0;
+        log_p[j] = value_of(mean);
+        log_p_rounding[j] = 0;
         for (int64_t h = 0; h < group_size; h++) {
             const int64_t at = h * run->row_length + j;
             run->log_ratio[at] = minus_lse(run->log_p_head[at], mean);
-            run->log_p_rounding[j] += exp(run->log_ratio[at]) / (real)group_size * run->log_p_head_rounding[at];
+            log_p_rounding[j] += exp(run->log_ratio[at]) / (real)group_size * run->log_p_head_rounding[at];
         }
     }
+    if (is_pooled(run))
+        pool_keys(run, row);
 }
 
 /* Roundings of a log-sum-exp: the exponents, weighted by their terms; the exponentials; the sum. */
@@ -208,6 +227,16 @@ static real log_sum_rounding(const struct run *run, const real *log_terms, const
     real rounding = 1 + run->key_sum;
     for (int64_t j = 0; j < count; j++)
         rounding += exp(log_terms[j]) * roundings[j];
+    return rounding;
+}
+
+/* The same for head h of the teacher, whose terms add up to 1 / z if it is pooled. */
+static real head_sum_rounding(const struct run *run, const struct row *row, int64_t h, const real *roundings,
+                              real log_z)
+{
+    real rounding = 1 + run->key_sum;
+    for (int64_t j = h * run->row_length; j < h * run->row_length + row->seen_count; j++)
+        rounding += exp(run->log_p_head[j] + (is_pooled(run) ? log_z : 0)) * roundings[j];
     return rounding;
 }
 
@@ -223,16 +252,17 @@ static real log_z_rounding(const struct run *run, const struct row *row, real lo
 static real normalise(const struct run *run, const struct row *row)
 {
     const int use_given = uses_given_lse(run);
+    const int64_t seen_count = row->seen_count;
     real log_z = 0;
     run->lses[run->group_size] = log_sum_exp(run->y, row->key_count, 1);
     for (int64_t h = 0; h < run->group_size; h++)
         run->lses[h] = use_given ? (struct log_sum){run->given_lse_t[row->at_t + h * run->length_q], 0}
-                                 : log_sum_exp(run->x + h * run->row_length, row->key_count, 1);
+                                 : log_sum_exp(run->x + h * run->row_length, seen_count, 1);
     distributions(run, row);
-    if (use_given) {
+    if (is_renormalised(run)) {
         log_z = value_of(log_sum_exp(run->log_p, row->key_count, 1));
         for (int64_t h = 0; h < run->group_size; h++)
-            run->lses[h] = as_stored((struct log_sum){run->lses[h].largest, log_z});
+            run->lses[h] = as_stored((struct log_sum){run->lses[h].largest, run->lses[h].rest + log_z});
         distributions(run, row);
         /* With sinks log z is the rounding of the given LSEs, and a kernel need not divide by z. */
         for (int64_t j = 0; run->problem->sinks && j < row->key_count; j++)
@@ -247,8 +277,7 @@ static real normalise(const struct run *run, const struct row *row)
         has_teacher_groups(run) ? log_sum_rounding(run, run->log_p, run->log_p_rounding, row->key_count) : 0;
     for (int64_t h = 0; h < run->group_size; h++)
         run->lse_t_rounding[row->at_t + h * run->length_q] =
-            of_mean + log_sum_rounding(run, run->log_p_head + h * run->row_length,
-                                       run->log_p_head_rounding + h * run->row_length, row->key_count);
+            of_mean + head_sum_rounding(run, row, h, run->log_p_head_rounding, log_z);
     return log_z;
 }
 
@@ -468,14 +497,16 @@ static void forward_row(const struct run *run, const struct row *row)
     if (is_indexer(run))
         compute_index_logits(run, row);
     else
-        compute_logits(&run->student, find_offsets(run, row, &run->student, row->h_s), row, run->y, run->y_rounding);
+        compute_logits(&run->student, find_offsets(run, row, &run->student, row->h_s), row->keys, count, run->y,
+                       run->y_rounding);
     for (int64_t h = 0; h < group_size; h++) {
         const struct offsets at = find_offsets(run, row, &run->teacher, row->h_s * group_size + h);
-        compute_logits(&run->teacher, at, row, run->x + h * run->row_length, run->x_rounding + h * run->row_length);
+        compute_logits(&run->teacher, at, run->seen, row->seen_count, run->x + h * run->row_length,
+                       run->x_rounding + h * run->row_length);
     }
     mark_undetermined(run->y, run->y_rounding, count, 1);
     for (int64_t h = 0; h < group_size; h++)
-        mark_undetermined(run->x + h * run->row_length, run->x_rounding + h * run->row_length, count, 1);
+        mark_undetermined(run->x + h * run->row_length, run->x_rounding + h * run->row_length, row->seen_count, 1);
     const real log_z = normalise(run, row);
 
     const struct arguments arguments = arguments_of(run);
@@ -485,7 +516,7 @@ static void forward_row(const struct run *run, const struct row *row)
     run->kl_rounding[row->at_s] = divergence_rounding(run, &arguments, kl, count) + of_sums;
     row_entropies(run, row, &arguments, kl, log_z);
     const struct share share = share_of(run, row, kl, log_z);
-    for (int64_t h = 0; h < group_size; h++)
+    for (int64_t h = 0; h < group_size && !is_pooled(run); h++)
         head_dot(run, row, h, share);
 }
 
@@ -496,17 +527,21 @@ static void add_lse_roundings(const struct run *run, const struct row *row)
     const int64_t count = row->key_count;
     const real of_s = log_sum_rounding(run, run->log_s, run->y_rounding, count);
     const real of_z = log_sum_rounding(run, run->log_p, run->log_p_rounding, count);
+    real of_heads = 0; /* the largest: a pooled teacher has a mean or a maximum of its heads */
     for (int64_t j = 0; j < count; j++)
         run->log_s_rounding[j] += of_s;
     for (int64_t h = 0; h < run->group_size; h++) {
         const int64_t line = h * run->row_length;
-        const real of_head = log_sum_rounding(run, run->log_p_head + line, run->x_rounding + line, count);
+        const real of_head = head_sum_rounding(run, row, h, run->x_rounding, log(run->mass[row->at_s]));
         const real of_t = uses_given_lse(run) ? of_z : of_head;
-        for (int64_t j = 0; j < count; j++) {
+        of_heads = of_head > of_heads ? of_head : of_heads;
+        for (int64_t j = 0; j < count && !is_pooled(run); j++) {
             run->log_p_head_rounding[line + j] += of_t;
             run->log_p_rounding[j] += exp(run->log_ratio[line + j]) / (real)run->group_size * of_t;
         }
     }
+    for (int64_t j = 0; j < count && is_pooled(run); j++)
+        run->log_p_rounding[j] += of_z + (uses_given_lse(run) ? 0 : of_heads);
 }
 
 /* Gradients from the logits, distributions and row vectors of forward_row. */
@@ -526,7 +561,7 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
     const oracle_sequence sequence = oracle_sequence_at(run->problem, inputs, b);
     for (int64_t i = 0; i < sequence.len_q; i++)
         for (int64_t h_s = 0; h_s < run->student.heads; h_s++) {
-            struct row row = {sequence.batch, h_s, sequence.first_q + i, 0, run->keys, 0, 0};
+            struct row row = {sequence.batch, h_s, sequence.first_q + i, 0, run->keys, 0, 0, 0};
             row.key_count = oracle_row_keys(run->problem, inputs, b, h_s, i, run->keys);
             if (row.key_count == 0)
                 continue; /* keeps the initial values */
@@ -534,6 +569,8 @@ static void compute_sequence(const struct run *run, const skl_inputs *inputs, in
                 run->keys[j] += sequence.first_k;
             if (run->problem->sinks)
                 run->keys[row.key_count++] = SINK;
+            row.seen_count =
+                oracle_row_seen(run->problem, inputs, b, i, run->keys, row.key_count, run->seen, run->outcomes);
             row.at_s = (row.batch * run->student.heads + h_s) * run->length_q + row.row_q;
             row.at_t = (row.batch * run->teacher.heads + h_s * run->group_size) * run->length_q + row.row_q;
             forward_row(run, &row);

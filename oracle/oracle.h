@@ -68,9 +68,23 @@ typedef struct oracle_keys {
 oracle_keys oracle_visible_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t i);
 
 /* Writes the keys that row i of student head h in sequence b attends to into keys[], and returns their number: all
- * visible keys, or with top_k > 0 those in its indices. keys[] holds max(len_k, top_k) entries. */
+ * visible keys, or with top_k > 0 those in its indices. With a pooled teacher these are blocks. keys[] holds
+ * max(len_k, top_k) entries. */
 int64_t oracle_row_keys(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t h, int64_t i,
                         int64_t *keys);
+
+/* Keys of the student for `keys` keys of the teacher: as many, or blocks. */
+int64_t oracle_student_keys(const skl_problem *problem, int64_t keys);
+
+/* The most keys of a block; 1 without a pooled teacher. */
+int64_t oracle_block_keys(const skl_problem *problem);
+
+/* Writes the keys that a row's teacher sees into seen[], and returns their number: the `count` keys[] of
+ * oracle_row_keys or, with a pooled teacher, all visible keys, or with top_k > 0 those of the blocks keys[].
+ * outcomes[] is the entry of keys[] to which each of them belongs; -1: none. Both hold max(len_k, top_k * block keys)
+ * entries. */
+int64_t oracle_row_seen(const skl_problem *problem, const skl_inputs *inputs, int64_t b, int64_t i,
+                        const int64_t *keys, int64_t count, int64_t *seen, int64_t *outcomes);
 
 /* The tolerance for one tensor. The error of an element is at most
  *

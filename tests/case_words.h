@@ -28,6 +28,8 @@
 #define SINKS_ABOVE(t, s) .sinks = 1, .sinks_above = {t, s}
 #define ATTENTION        .attention = 1
 #define LINEAR           .linear = 1
+#define POOL(keys, heads, blocks, size)                                                                              \
+    .pool = SKL_POOL_##keys, .pool_heads = SKL_POOL_HEADS_##heads, .pool_blocks = SKL_POOL_##blocks, .pool_size = size
 #define WEIGHTED         .positive_upstream = 1
 #define STUDENT_ONLY     .without = SKL_DQ_T | SKL_DK_T
 /* clang-format on */

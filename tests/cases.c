@@ -664,6 +664,48 @@ const test_case test_cases[] = {
     {"attention_f16_512", SHAPE(1, 33, 67), HEADS(1, 1), DIMS(40, 512), TYPES(F16, F16), ATTENTION},
     LAYOUTS("attention", SHAPE(2, 37, 41), HEADS(4, 4), KEY_HEADS(2, 2), DIMS(16, 16), TYPES(BF16, BF16), ATTENTION),
 
+    /* Indexers of blocks, with pooled teachers. */
+    {"pooled_max", SHAPE(2, 65, 97), HEADS(4, 1), KEY_HEADS(2, 1), DIMS(16, 24), INDEXER(3),
+     POOL(MAX, MEAN, COMPLETE, 8), CAUSAL},
+    {"pooled_max_heads", SHAPE(1, 200, 300), HEADS(8, 2), KEY_HEADS(4, 1), DIMS(32, 16), INDEXER(1),
+     POOL(MAX, MAX, EARLIER, 16), CAUSAL, .index_linear = 1},
+    {"pooled_sum", SHAPE(1, 130, 601), HEADS(6, 2), DIMS(16, 16), INDEXER(2), POOL(SUM, MEAN, VISIBLE, 5)},
+    {"pooled_sum_heads", SHAPE(1, 65, 97), HEADS(3, 1), DIMS(16, 16), INDEXER(2), POOL(SUM, MAX, COMPLETE, 7), CAUSAL,
+     REVERSE},
+    {"pooled_visible", SHAPE(1, 97, 131), HEADS(2, 1), DIMS(16, 16), INDEXER(4), POOL(MAX, MEAN, VISIBLE, 10),
+     CAUSAL},
+    {"pooled_wide_blocks", SHAPE(1, 97, 460), HEADS(2, 1), DIMS(16, 16), INDEXER(2), POOL(MAX, MEAN, VISIBLE, 150)},
+    {"pooled_one_key", SHAPE(1, 67, 101), HEADS(4, 1), DIMS(16, 16), INDEXER(4), POOL(SUM, MEAN, COMPLETE, 1),
+     CAUSAL},
+    {"pooled_no_block", SHAPE(1, 37, 41), HEADS(2, 1), DIMS(16, 16), INDEXER(2), POOL(MAX, MEAN, COMPLETE, 42)},
+    {"pooled_window", SHAPE(1, 140, 211), HEADS(2, 1), DIMS(16, 16), INDEXER(2), POOL(MAX, MEAN, EARLIER, 6),
+     WINDOW(50, 9)},
+    {"pooled_key_lengths", SHAPE(3, 37, 97), HEADS(4, 2), DIMS(16, 16), INDEXER(2), POOL(SUM, MAX, VISIBLE, 12),
+     KEY_LENGTHS(0, 33, 97)},
+    {"pooled_bounds", SHAPE(1, 130, 180), HEADS(2, 1), DIMS(16, 16), INDEXER(2), POOL(MAX, MAX, VISIBLE, 9),
+     BOUNDS(RANDOM)},
+    {"pooled_offsets", SHAPE(1, 97, 141), HEADS(2, 1), DIMS(16, 16), INDEXER(2), POOL(SUM, MEAN, EARLIER, 8), CAUSAL,
+     OFFSETS(64, 32)},
+    {"pooled_softcap", SHAPE(1, 65, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(2), POOL(MAX, MEAN, COMPLETE, 8),
+     SOFTCAPS(3, 0), .lse = LSE_GIVEN},
+    {"pooled_wider_lse", SHAPE(1, 65, 97), HEADS(4, 1), DIMS(16, 16), INDEXER(2), POOL(MAX, MAX, COMPLETE, 8), CAUSAL,
+     .lse = LSE_WIDER},
+    {"pooled_bf16", SHAPE(1, 200, 421), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(128, 64), INDEXER(4), TYPES(BF16, BF16),
+     WEIGHTS(BF16), POOL(MAX, MEAN, COMPLETE, 32), CAUSAL},
+    {"pooled_f16", SHAPE(1, 140, 211), HEADS(4, 2), DIMS(64, 64), INDEXER(2), TYPES(F16, F16), WEIGHTS(F16),
+     POOL(SUM, MAX, EARLIER, 16), CAUSAL, .zero_upstream = 3},
+    {"pooled_many_blocks", SHAPE(1, 30, 1300), HEADS(2, 1), DIMS(8, 8), INDEXER(2), POOL(SUM, MEAN, VISIBLE, 3),
+     WINDOW(900, 0), .growth = 20},
+    LAYOUTS("pooled", SHAPE(2, 37, 41), HEADS(4, 2), DIMS(16, 16), INDEXER(3), POOL(MAX, MEAN, VISIBLE, 4)),
+    {"pooled_sparse", SHAPE(2, 37, 141), HEADS(4, 1), KEY_HEADS(2, 1), DIMS(16, 16), INDEXER(3),
+     POOL(MAX, MEAN, COMPLETE, 8), TOP_K(6), CAUSAL},
+    {"pooled_sparse_sum", SHAPE(1, 37, 301), HEADS(6, 2), DIMS(16, 16), INDEXER(2), POOL(SUM, MEAN, VISIBLE, 120),
+     TOP_K(3), REVERSE},
+    {"pooled_sparse_max_heads", SHAPE(1, 67, 101), HEADS(4, 1), DIMS(16, 16), INDEXER(4), POOL(MAX, MAX, EARLIER, 5),
+     TOP_K(30), WINDOW(60, 20), .lse = LSE_WIDER},
+    {"pooled_sparse_key_lengths", SHAPE(3, 17, 97), HEADS(2, 1), DIMS(16, 16), INDEXER(2), TYPES(BF16, BF16),
+     POOL(SUM, MAX, VISIBLE, 12), TOP_K(5), KEY_LENGTHS(0, 33, 97)},
+
     /* Sparse indexers. */
     {"sparse", SHAPE(2, 33, 141), HEADS(4, 1), DIMS(16, 16), INDEXER(4), TOP_K(16)},
     {"sparse_causal", SHAPE(1, 130, 130), HEADS(4, 1), KEY_HEADS(1, 1), DIMS(32, 32), INDEXER(4), TOP_K(40), CAUSAL},
@@ -757,6 +799,7 @@ skl_problem case_problem(const test_case *c)
     p.index_heads = c->index_heads, p.index_linear = c->index_linear;
     p.dtype_w = c->dtype_w;
     p.top_k = c->top_k;
+    p.pool = c->pool, p.pool_heads = c->pool_heads, p.pool_blocks = c->pool_blocks, p.pool_size = c->pool_size;
     p.causal = c->causal;
     p.row_bounds = c->bounds != BOUNDS_NONE;
     p.sinks = c->sinks;
@@ -784,7 +827,8 @@ skl_problem case_problem(const test_case *c)
 int64_t case_work(const test_case *c)
 {
     const skl_problem p = case_problem(c);
-    const int64_t pairs = p.batch * p.len_q * (p.top_k > 0 ? p.top_k : p.len_k);
+    const int64_t listed = p.top_k * (p.pool != SKL_POOL_NONE ? smaller(p.pool_size, p.len_k) : 1);
+    const int64_t pairs = p.batch * p.len_q * (p.top_k > 0 ? listed : p.len_k);
     const int64_t heads_s = p.index_heads > 0 ? p.heads_s * p.index_heads : p.heads_s;
     return pairs * (p.heads_t * p.dim_t + heads_s * p.dim_s);
 }

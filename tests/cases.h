@@ -56,6 +56,10 @@ typedef struct test_case {
     skl_dtype dtype_w;
     int32_t index_linear;
     int64_t top_k;
+    skl_pool pool;
+    skl_pool_heads pool_heads;
+    skl_pool_blocks pool_blocks;
+    int64_t pool_size;
     /* For random cases. */
     const test_layout *layouts; /* of each role, instead of `layout` */
     const double *sizes;        /* of q_t, k_t, q_s, k_s, relative to the usual ones */

@@ -21,19 +21,26 @@ static void mark_live(fixture *f)
 {
     f->live_q = calloc((size_t)(f->batch * f->length_q) + 1, 1);
     f->live_k = calloc((size_t)(f->batch * f->length_k) + 1, 1);
-    int64_t *const keys = calloc((size_t)(f->length_k + f->problem.top_k) + 1, sizeof *keys);
-    if (!f->live_q || !f->live_k || !keys)
+    f->live_s = calloc((size_t)(f->batch * f->length_s) + 1, 1);
+    const size_t most = (size_t)(f->length_k + f->problem.top_k * oracle_block_keys(&f->problem)) + 1;
+    int64_t *const keys = calloc(3 * most, sizeof *keys), *const seen = keys + most, *const outcomes = seen + most;
+    if (!f->live_q || !f->live_k || !f->live_s || !keys)
         test_abandon("%s: out of memory", f->test_case->name);
     for (int64_t b = 0; b < f->problem.batch; b++) {
         const oracle_sequence sequence = oracle_sequence_at(&f->problem, &f->inputs, b);
         uint8_t *const live_q = f->live_q + sequence.batch * f->length_q + sequence.first_q;
         uint8_t *const live_k = f->live_k + sequence.batch * f->length_k + sequence.first_k;
+        uint8_t *const live_s = f->live_s + sequence.batch * f->length_s + sequence.first_k;
         for (int64_t i = 0; i < sequence.len_q; i++)
             for (int64_t h = 0; h < f->problem.heads_s; h++) {
                 const int64_t count = oracle_row_keys(&f->problem, &f->inputs, b, h, i, keys);
                 live_q[i] |= count > 0;
                 for (int64_t n = 0; n < count; n++)
-                    live_k[keys[n]] = 1;
+                    live_s[keys[n]] = 1;
+                const int64_t seen_count =
+                    oracle_row_seen(&f->problem, &f->inputs, b, i, keys, count, seen, outcomes);
+                for (int64_t n = 0; count > 0 && n < seen_count; n++)
+                    live_k[seen[n]] = 1;
             }
     }
     free(keys);
@@ -73,13 +80,19 @@ static test_layout layout_of(const fixture *f, test_role role)
     return f->test_case->layouts ? f->test_case->layouts[role] : f->test_case->layout;
 }
 
+static test_tensor create_filled(const fixture *f, test_role role, skl_dtype dtype, int64_t heads, int64_t length,
+                                 int64_t dim, double size, test_random *random)
+{
+    const test_tensor tensor = tensor_create(dtype, f->batch, heads, length, dim, layout_of(f, role));
+    tensor_fill(&tensor, random, -size, size);
+    return tensor;
+}
+
 static test_tensor create_input(const fixture *f, test_role role, skl_dtype dtype, int64_t heads, int64_t dim,
                                 double size, test_random *random)
 {
     const int64_t length = role == ROLE_KEYS ? f->length_k : f->length_q;
-    const test_tensor tensor = tensor_create(dtype, f->batch, heads, length, dim, layout_of(f, role));
-    tensor_fill(&tensor, random, -size, size);
-    return tensor;
+    return create_filled(f, role, dtype, heads, length, dim, size, random);
 }
 
 /* Makes the student equal to the teacher, with noise. */
@@ -127,6 +140,7 @@ static void draw_indices(fixture *f, test_random *random)
     f->inputs.indices = tensor_input(&f->indices);
     for (int64_t b = 0; b < p->batch; b++) {
         const oracle_sequence sequence = oracle_sequence_at(p, &f->inputs, b);
+        const int64_t keys = oracle_student_keys(p, sequence.len_k);
         for (int64_t h = 0; h < p->heads_s; h++)
             for (int64_t i = 0; i < sequence.len_q; i++) {
                 const skl_input *const indices = &f->inputs.indices;
@@ -134,8 +148,8 @@ static void draw_indices(fixture *f, test_random *random)
                                      h * indices->stride_head + (sequence.first_q + i) * indices->stride_row;
                 const int empty = random_between(random, 1, 8) == 1;
                 for (int64_t n = 0; n < p->top_k; n++) {
-                    const int none = empty || sequence.len_k == 0 || random_between(random, 1, 6) == 1;
-                    row[n] = none ? -1 : (int32_t)random_between(random, 0, sequence.len_k - 1);
+                    const int none = empty || keys == 0 || random_between(random, 1, 6) == 1;
+                    row[n] = none ? -1 : (int32_t)random_between(random, 0, keys - 1);
                 }
             }
     }
@@ -230,6 +244,7 @@ void fixture_create(fixture *f, const test_case *c)
     f->batch = p->packed ? 1 : p->batch;
     f->length_q = p->packed ? p->total_q : p->len_q;
     f->length_k = p->packed ? p->total_k : p->len_k;
+    f->length_s = oracle_student_keys(p, f->length_k);
 
     const int64_t key_heads_t = p->key_heads_t ? p->key_heads_t : p->heads_t;
     const int64_t key_heads_s = p->key_heads_s ? p->key_heads_s : p->heads_s;
@@ -240,7 +255,8 @@ void fixture_create(fixture *f, const test_case *c)
     f->k_t = create_input(f, ROLE_KEYS, p->dtype_t, key_heads_t, p->dim_t, KEY_SIZE * sizes[1], &random);
     const int64_t query_heads_s = p->heads_s * (p->index_heads ? p->index_heads : 1);
     f->q_s = create_input(f, ROLE_QUERIES, p->dtype_s, query_heads_s, p->dim_s, QUERY_SIZE * sizes[2], &random);
-    f->k_s = create_input(f, ROLE_KEYS, p->dtype_s, key_heads_s, p->dim_s, KEY_SIZE * sizes[3], &random);
+    f->k_s =
+        create_filled(f, ROLE_KEYS, p->dtype_s, key_heads_s, f->length_s, p->dim_s, KEY_SIZE * sizes[3], &random);
     if (c->apart != 0) {
         move_near(&f->q_s, &f->q_t, c->apart, &random);
         move_near(&f->k_s, &f->k_t, c->apart, &random);
@@ -286,7 +302,7 @@ void fixture_create(fixture *f, const test_case *c)
 
     mark_live(f);
     poison_dead(&f->q_t, f->live_q), poison_dead(&f->k_t, f->live_k);
-    poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_k);
+    poison_dead(&f->q_s, f->live_q), poison_dead(&f->k_s, f->live_s);
     poison_dead(&f->grad_kl, f->live_q), poison_dead(&f->w_s, f->live_q);
     if (c->lse != LSE_COMPUTED)
         give_lse(f, &random);
@@ -323,6 +339,7 @@ void fixture_destroy(fixture *f)
     oracle_free(&f->attention_naive);
     free(f->live_q);
     free(f->live_k);
+    free(f->live_s);
     *f = (fixture){0};
 }
 
@@ -353,7 +370,7 @@ fixture_results results_create(const fixture *f)
     if (p->gradients & SKL_DQ_S)
         results.dq_s = create_output(f, dtype_s, f->q_s.heads, f->length_q, p->dim_s);
     if (p->gradients & SKL_DK_S)
-        results.dk_s = create_output(f, dtype_s, f->k_s.heads, f->length_k, p->dim_s);
+        results.dk_s = create_output(f, dtype_s, f->k_s.heads, f->length_s, p->dim_s);
     if (p->gradients & SKL_DSINK_T)
         results.dsink_t = tensor_create(SKL_F32, 1, 1, 1, p->heads_t, LAYOUT_CONTIGUOUS);
     if (p->gradients & SKL_DSINK_S)
@@ -536,7 +553,7 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
 int gradients_mismatch(const fixture *f, const fixture_results *r, const char *kernel, const char *label)
 {
     return GRADIENT_MISMATCH(dq_t, dtype_t, f->live_q) + GRADIENT_MISMATCH(dk_t, dtype_t, f->live_k) +
-           GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_k) +
+           GRADIENT_MISMATCH(dq_s, dtype_s, f->live_q) + GRADIENT_MISMATCH(dk_s, dtype_s, f->live_s) +
            GRADIENT_MISMATCH(dw_s, dtype_s, f->live_q) + /* the type of the logits, not of the weights */
            SINK_MISMATCH(dsink_t) + SINK_MISMATCH(dsink_s);
 }

@@ -9,6 +9,7 @@ typedef struct fixture {
     const test_case *test_case;
     skl_problem problem;
     int64_t batch, length_q, length_k; /* of the buffers; packed buffers have batch 1 */
+    int64_t length_s;                  /* keys of the student: length_k, or blocks */
     test_tensor q_t, k_t, q_s, k_s, lse_t, grad_kl;
     test_tensor v_s, o_s, do_s;                     /* attention: o_s is that of the oracle, rounded */
     skl_attention attention;                        /* without dv_s */
@@ -19,7 +20,7 @@ typedef struct fixture {
     test_memory sinks[2];                           /* sink_t, sink_s */
     skl_inputs inputs;                              /* inputs of a forward, and grad_kl */
     uint8_t *live_q;                                /* [batch, length_q]: 1 if the row sees a key */
-    uint8_t *live_k;                                /* [batch, length_k]: 1 if a row sees the key */
+    uint8_t *live_k, *live_s;                       /* [batch, length_k or length_s]: 1 if a row sees the key */
     oracle_result exact;                            /* in double */
     oracle_result naive;                            /* in float: defines the allowed error */
     oracle_result attention_exact, attention_naive; /* the same of skl_attention_backward */

@@ -114,6 +114,10 @@ static skl_problem take_problem(byte_source *source)
     p.link_s = (skl_link)take_number(source, 2);
     if (p.link_s == SKL_LINK_LINEAR && take_number(source, 4) != 0) /* mostly without what it excludes */
         p.scale_s = p.softcap_s = 0, p.direction = SKL_KL_FORWARD;
+    if (p.student == SKL_STUDENT_INDEXER && take_number(source, 2) != 0) {
+        p.pool = (skl_pool)take_number(source, 3), p.pool_heads = (skl_pool_heads)take_number(source, 2);
+        p.pool_blocks = (skl_pool_blocks)take_number(source, 3), p.pool_size = take_number(source, 12);
+    }
     return p;
 }
 
@@ -177,6 +181,13 @@ static int64_t rows_q(const skl_problem *p)
 static int64_t rows_k(const skl_problem *p)
 {
     return p->packed ? p->total_k : p->len_k;
+}
+
+/* Keys of the student: as many, or blocks. */
+static int64_t rows_k_s(const skl_problem *p)
+{
+    const int64_t more = p->pool_blocks != SKL_POOL_COMPLETE ? p->pool_size - 1 : 0;
+    return p->pool != SKL_POOL_NONE ? (rows_k(p) + more) / p->pool_size : rows_k(p);
 }
 
 static skl_output make_tensor(arena *arena, const skl_problem *p, skl_dtype dtype, int64_t heads, int64_t rows,
@@ -310,7 +321,7 @@ static skl_inputs make_inputs(arena *arena, byte_source *source, const skl_probl
     in.q_t = as_input(make_tensor(arena, p, p->dtype_t, p->heads_t, rows_q(p), p->dim_t));
     in.k_t = as_input(make_tensor(arena, p, p->dtype_t, p->key_heads_t, rows_k(p), p->dim_t));
     in.q_s = as_input(make_tensor(arena, p, p->dtype_s, query_heads_s(p), rows_q(p), p->dim_s));
-    in.k_s = as_input(make_tensor(arena, p, p->dtype_s, p->key_heads_s, rows_k(p), p->dim_s));
+    in.k_s = as_input(make_tensor(arena, p, p->dtype_s, p->key_heads_s, rows_k_s(p), p->dim_s));
     if (is_indexer(p))
         in.w_s = as_input(make_tensor(arena, p, p->dtype_w, p->heads_s, rows_q(p), p->index_heads));
     if (p->top_k > 0)
@@ -359,7 +370,7 @@ static skl_gradients make_gradients(arena *arena, const skl_problem *p)
     if (p->gradients & SKL_DQ_S)
         g.dq_s = make_tensor(arena, p, grad_dtype(p, p->dtype_s), query_heads_s(p), rows_q(p), p->dim_s);
     if (p->gradients & SKL_DK_S)
-        g.dk_s = make_tensor(arena, p, grad_dtype(p, p->dtype_s), p->key_heads_s, rows_k(p), p->dim_s);
+        g.dk_s = make_tensor(arena, p, grad_dtype(p, p->dtype_s), p->key_heads_s, rows_k_s(p), p->dim_s);
     if (p->gradients & SKL_DW_S)
         g.dw_s = make_tensor(arena, p, grad_dtype(p, p->dtype_w), p->heads_s, rows_q(p), p->index_heads);
     if (p->gradients & SKL_DSINK_T)
@@ -562,6 +573,11 @@ static void run_states(const call *c, byte_source *source)
 {
     const int64_t begin = take_number(source, 12), end = plus(begin, take_number(source, 12));
     skl_status status = skl_partial(c->plan, &c->in, begin, end, c->states, c->workspace, c->workspace_size, NULL);
+    if (c->p->pool != SKL_POOL_NONE) { /* a pooled teacher has no states */
+        if (status == SKL_OK)
+            abort();
+        return;
+    }
     if (begin <= end)
         expect(c, status);
     else if (status == SKL_OK)

@@ -157,6 +157,17 @@ static void draw_attention(test_case *c, test_random *random)
     c->positive_upstream = c->attention && one_in(random, 2);
 }
 
+/* Pools the teacher of an indexer over blocks; the last draw, too. */
+static void draw_pool(test_case *c, test_random *random)
+{
+    if (!c->index_heads || c->cu_seqlens_q || one_in(random, 2))
+        return;
+    c->pool = (skl_pool)random_between(random, SKL_POOL_MAX, SKL_POOL_SUM);
+    c->pool_heads = (skl_pool_heads)random_between(random, SKL_POOL_HEADS_MEAN, SKL_POOL_HEADS_MAX);
+    c->pool_blocks = (skl_pool_blocks)random_between(random, SKL_POOL_COMPLETE, SKL_POOL_VISIBLE);
+    c->pool_size = one_in(random, 4) ? random_between(random, 20, 130) : random_between(random, 1, 12);
+}
+
 void case_draw(random_case *storage, int64_t number)
 {
     *storage = (random_case){0};
@@ -164,6 +175,7 @@ void case_draw(random_case *storage, int64_t number)
     test_random random = random_for(storage->name);
     draw_case(storage, &random);
     draw_attention(&storage->test_case, &random);
+    draw_pool(&storage->test_case, &random);
 }
 
 /* ---- Wide cases -------------------------------------------------------------------------------------------- */
@@ -279,4 +291,5 @@ void case_draw_wide(random_case *storage, int64_t number, int extreme)
     c->slack = one_in(&random, 3) ? random_between(&random, 1, 50) : 0;
     c->zero_upstream = one_in(&random, 4) ? (int32_t)random_between(&random, 1, 5) : 0;
     draw_attention(c, &random);
+    draw_pool(c, &random);
 }

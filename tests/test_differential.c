@@ -85,7 +85,8 @@ static void describe(const fixture *f, const check_options *o)
         "batch %lld, len %lld %lld, total %lld %lld, heads %lld %lld, key heads %lld %lld, dim %lld %lld, %s %s, "
         "grad_f32 %d, gradients %u, direction %d, scale %g %g, softcap %g %g, causal %d, window %lld %lld, "
         "offsets %lld %lld, lse %d, index heads %lld (%s, linear %d), top_k %lld, growth %g, apart %g, "
-        "sizes %g %g %g %g, bounds %d, sinks %d, linear %d; threads %d, results %x, in place %d, sparing %d, ranges "
+        "sizes %g %g %g %g, bounds %d, sinks %d, linear %d, pool %d %d %d %lld; threads %d, results %x, in place %d, "
+        "sparing %d, ranges "
         "%d\n",
         (long long)p->batch, (long long)p->len_q, (long long)p->len_k, (long long)p->total_q, (long long)p->total_k,
         (long long)p->heads_t, (long long)p->heads_s, (long long)p->key_heads_t, (long long)p->key_heads_s,
@@ -95,7 +96,8 @@ static void describe(const fixture *f, const check_options *o)
         (long long)p->offset_q, (long long)p->offset_k, (int)c->lse, (long long)p->index_heads,
         type_names[p->dtype_w], p->index_linear, (long long)p->top_k, c->growth, c->apart, c->sizes ? c->sizes[0] : 1,
         c->sizes ? c->sizes[1] : 1, c->sizes ? c->sizes[2] : 1, c->sizes ? c->sizes[3] : 1, (int)c->bounds, c->sinks,
-        c->linear, o->threads, o->results, o->in_place, o->sparing, o->range_count);
+        c->linear, (int)c->pool, (int)c->pool_heads, (int)c->pool_blocks, (long long)c->pool_size, o->threads,
+        o->results, o->in_place, o->sparing, o->range_count);
 }
 
 static void check_case(int64_t number)

@@ -383,6 +383,39 @@ static void test_ranks_with_different_heads_add_up(void **state)
         check_ranks(&cases[c]);
 }
 
+/* ---- Pooled teachers ---------------------------------------------------------------------------------------- */
+
+/* Blocks of the list are checked, and ranges of keys may cut a block. */
+static void test_calls_of_pooled_teachers(void **state)
+{
+    (void)state;
+    static const test_case c = {
+        "blocks", SHAPE(1, 5, 17), HEADS(2, 1), DIMS(8, 8), INDEXER(2), TOP_K(3), POOL(MAX, MEAN, COMPLETE, 5)};
+    if (test_device() != SKL_CPU)
+        return;
+    fixture f;
+    fixture_create(&f, &c);
+    fixture_results results = results_create(&f);
+    const skl_rows rows = results_rows(&results);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 1);
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, SKL_OP_FORWARD), 64);
+    skl_row_state *const states = states_create(&f);
+    assert_refused(skl_partial(plan, &f.inputs, 0, 17, states, workspace.data, workspace.size, NULL),
+                   SKL_ERROR_ARGUMENT, "pool=1: pooled teachers have no partial states; must be 0");
+    assert_refused(skl_states_finish(plan, NULL, states, &rows, NULL), SKL_ERROR_ARGUMENT,
+                   "pool=1: pooled teachers have no partial states; must be 0");
+    assert_false(skl_plan_supports(plan, SKL_OP_PARTIAL));
+    assert_true(skl_plan_supports(plan, SKL_OP_FORWARD_BACKWARD));
+    row_indices(&f, 0, 0, 4)[2] = 3; /* blocks 0, 1 and 2 are complete */
+    assert_refused(skl_forward(plan, &f.inputs, &rows, workspace.data, workspace.size, NULL), SKL_ERROR_ARGUMENT,
+                   "indices[0, 0, 4, 2]=3: must be -1 (none) or a block of the sequence, 0..2");
+    states_destroy(states);
+    memory_destroy(&workspace);
+    skl_plan_destroy(plan);
+    results_destroy(&results);
+    fixture_destroy(&f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -397,6 +430,7 @@ int main(void)
         cmocka_unit_test(test_more_slots_than_fit_in_a_strip),
         TRIALS(every_run_has_the_same_bits, repeated, .check = check_repeats),
         cmocka_unit_test(test_ranks_with_different_heads_add_up),
+        cmocka_unit_test(test_calls_of_pooled_teachers),
     };
     return test_run("indexer", tests, COUNT_OF(tests));
 }

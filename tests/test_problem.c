@@ -16,6 +16,7 @@
 #define SET(member, to)       SET_IN(skl_problem, member, to)
 #define SET_FLOAT(member, to) SET_FLOAT_IN(skl_problem, member, to)
 #define INDEXER               SET(student, SKL_STUDENT_INDEXER), SET(index_heads, 4)
+#define POOLED                INDEXER, SET(pool, SKL_POOL_SUM), SET(pool_size, 4)
 #define LENGTH_MAX            ((int64_t)1 << 40)
 
 /* A plain problem, which one edit makes invalid. */
@@ -31,7 +32,7 @@ static skl_problem good_problem(void)
 
 typedef struct problem_rule {
     const char *message; /* NULL: accepted */
-    edit edits[4];
+    edit edits[8];
 } problem_rule;
 
 static const problem_rule problem_rules[] = {
@@ -135,7 +136,25 @@ static const problem_rule problem_rules[] = {
     {"gradients=2: an indexer's teacher is fixed", {INDEXER, SET(gradients, SKL_DK_T)}},
     {"softcap_s=3: must be 0 for an indexer", {INDEXER, SET_FLOAT(softcap_s, 3)}},
     {"link_s=2: must be 0..1", {SET(link_s, 2)}},
-    {"reserved=1: must be 0..0", {SET(reserved, 1)}},
+    {"pool=3: must be 0..2", {SET(pool, 3)}},
+    {"pool_heads=2: must be 0..1", {SET(pool_heads, 2)}},
+    {"pool_blocks=3: must be 0..2", {SET(pool_blocks, 3)}},
+    {"pool_size=-1: must be 0..1099511627776", {SET(pool_size, -1)}},
+    {"pool_size=1099511627777: must be 0..1099511627776", {INDEXER, SET(pool, 1), SET(pool_size, LENGTH_MAX + 1)}},
+    {"pool_heads=1, pool_blocks=0, pool_size=0: must be 0 unless pool is set", {INDEXER, SET(pool_heads, 1)}},
+    {"pool_heads=0, pool_blocks=2, pool_size=0: must be 0 unless pool is set", {INDEXER, SET(pool_blocks, 2)}},
+    {"pool_heads=0, pool_blocks=0, pool_size=4: must be 0 unless pool is set", {INDEXER, SET(pool_size, 4)}},
+    {"pool=1: needs student=SKL_STUDENT_INDEXER; one with index_heads=1, index_linear=1 and weights of 1 is an "
+     "attention",
+     {SET(pool, SKL_POOL_MAX), SET(pool_size, 4)}},
+    {"packed=1: must be 0 with pool; pad the sequences and give key_lengths",
+     {POOLED, SET(packed, 1), SET(total_q, 8), SET(total_k, 8)}},
+    {"pool_size=0: must be 1 or more with pool", {INDEXER, SET(pool, SKL_POOL_SUM)}},
+    {"len_k=2147483648: must be at most 2147483647 with pool and top_k",
+     {POOLED, SET(top_k, 1), SET(len_k, 2147483648)}},
+    {NULL, {POOLED, SET(top_k, 1), SET(len_k, 2147483647)}},
+    {NULL, {POOLED, SET(pool_size, LENGTH_MAX), SET(len_k, LENGTH_MAX)}},
+    {NULL, {POOLED, SET(pool_heads, 1), SET(pool_blocks, 2), SET(pool_size, 1)}},
     {NULL, {SET(link_s, SKL_LINK_LINEAR)}},
     {"student: must be 0 with link_s=SKL_LINK_LINEAR", {INDEXER, SET(link_s, SKL_LINK_LINEAR)}},
     {"direction: must be 0 with link_s=SKL_LINK_LINEAR",

@@ -157,7 +157,7 @@ typedef struct struct_type {
 typedef enum struct_index { PROBLEM, OPTIONS, INPUTS, ROWS, GRADIENTS, ATTENTION, STATS, STRUCT_COUNT } struct_index;
 
 static const struct_type struct_types[STRUCT_COUNT] = {
-    [PROBLEM] = EXTENDED("problem", skl_problem, row_bounds, reserved),
+    [PROBLEM] = EXTENDED("problem", skl_problem, row_bounds, pool_size),
     [OPTIONS] = EXTENDED("options", skl_options, gpu, cancel),
     [INPUTS] = EXTENDED("inputs", skl_inputs, key_begin, sink_s),
     [ROWS] = UNCHANGED("rows", skl_rows, mass),

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._problem import CPU, CUDA, INDEXER, Options, Problem
+from ._problem import CPU, CUDA, INDEXER, POOL_BLOCKS, Options, Problem, student_keys
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # skl_dtype
 
@@ -99,8 +99,9 @@ class _Sizes(NamedTuple):
     key_heads_s: int
 
 
-def _check_models(q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, packed: bool, heads_first: bool) -> _Sizes:
+def _check_models(q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, packed: bool, asked: Any) -> _Sizes:
     """Rules about the queries and keys of both models, except those about heads."""
+    heads_first = asked.heads_first
     _check_side("q_t", q_t, "k_t", k_t, packed, heads_first)
     _check_side("q_s", q_s, "k_s", k_s, packed, heads_first)
     batch, heads_t, len_q = sizes(q_t[0], packed, heads_first)
@@ -111,7 +112,15 @@ def _check_models(q_t: Spec, k_t: Spec, q_s: Spec, k_s: Spec, packed: bool, head
     _same("batches", "q_t", q_t, batch, "q_s", q_s, batch_s)
     _same("batches", "q_t", q_t, batch, "k_s", k_s, batch_ks)
     _same("query lengths", "q_t", q_t, len_q, "q_s", q_s, len_q_s)
-    _same("key lengths", "k_t", k_t, len_k, "k_s", k_s, len_k_s)
+    if asked.pool:
+        blocks = student_keys(asked, len_k)
+        _require(
+            len_k_s == blocks,
+            f"k_s: shape {_shape_text(k_s[0])} must have {blocks} keys, one per block of {asked.pool_size} of the {len_k} keys "
+            f"of k_t, with pool_blocks={POOL_BLOCKS[asked.pool_blocks]!r}",
+        )
+    else:
+        _same("key lengths", "k_t", k_t, len_k, "k_s", k_s, len_k_s)
     for name, heads in ("q_t", heads_t), ("k_t", key_heads_t), ("q_s", query_heads_s), ("k_s", key_heads_s):
         _require(heads > 0, f"{name}: must have at least one head")
     return _Sizes(batch, len_q, len_k, heads_t, key_heads_t, query_heads_s, key_heads_s)
@@ -216,7 +225,7 @@ def describe(specs: tuple, options: tuple, one_pass: bool = False) -> Problem:
     asked, given = Options(*options), SimpleNamespace(**dict.fromkeys(INPUTS) | dict(zip(INPUTS, specs)))
     q_t, k_t, q_s, k_s, w_s = given.q_t, given.k_t, given.q_s, given.k_s, given.w_s
     packed = _check_lengths_given(given.cu_seqlens_q, given.cu_seqlens_k, given.key_lengths)
-    size = _check_models(q_t, k_t, q_s, k_s, packed, asked.heads_first)
+    size = _check_models(q_t, k_t, q_s, k_s, packed, asked)
     of_indexer: dict[str, Any] = {}
     if w_s is None:
         _require(given.indices is None, "indices: must be None without w_s: only an indexer takes lists of keys")

@@ -28,12 +28,25 @@ from typing import (
 import torch
 from torch.autograd import forward_ad
 
-from ._problem import FLOAT_OPTIONS, KL_FORWARD, KL_REVERSE, LINK_LINEAR, LINK_SOFTMAX, Options
+from ._problem import (
+    FLOAT_OPTIONS,
+    KL_FORWARD,
+    KL_REVERSE,
+    LINK_LINEAR,
+    LINK_SOFTMAX,
+    POOL_BLOCKS,
+    POOL_HEADS,
+    POOLS,
+    Options,
+)
 
 Direction = Literal["forward", "reverse"]
 Reduction = Literal["mean", "sum", "none"]
 Layout = Literal["bnhd", "bhnd"]
 Link = Literal["softmax", "linear"]
+Pool = tuple[Literal["max", "sum"], int] | None
+PoolHeads = Literal["mean", "max"]
+PoolBlocks = Literal["complete", "earlier", "visible"]
 ShardLayout = Literal["zigzag", "contiguous"]
 Comm = Literal["allgather", "ring"]
 Gradients = Literal["sum", "mean"]
@@ -244,9 +257,18 @@ class IndexerOptions(_Loss, total=False):
     """
     softmax_scale_s: factor of the indexer's weighted sum; default ``1 / sqrt(dim_s * G)``.
     relu: ``False``: the sum over index heads takes their dot products without a ReLU.
+    pool: ``("max", block)`` or ``("sum", block)``: the teacher is pooled over blocks of this many keys, and the indexer has one
+        key per block: ``k_s`` has ``len_k / block`` rows, rounded as ``pool_blocks`` says, and ``indices`` are blocks. The
+        target of a row is M_b / sum_b M_b with M_b the largest P_j of block b, or their sum. Only on a CPU, and not
+        for packed sequences.
+    pool_heads: how ``pool`` combines the teacher heads of a group before: ``"mean"``, P_j = mean_h P_hj, or ``"max"``.
+    pool_blocks: the blocks of a row with ``pool``: ``"complete"``: those whose keys it all attends to (Qwen QSA);
+        ``"earlier"``: the same without the block of its last key (SeerAttention-R); ``"visible"``: those whose first key it
+        attends to, so that the last one may be incomplete. ``k_s`` is rounded down with ``"complete"``, else up.
     lse_t: the teacher's log-sum-exp (natural log, f32) of each row over exactly the keys that it attends to,
         ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the teacher's attention returns it. The teacher's
-        logits are then computed once instead of twice. Default: computed.
+        logits are then computed once instead of twice. Default: computed. With ``pool`` it may cover more keys; the default
+        covers all visible keys, or those of the blocks in ``indices``.
     lse_t_wider: ``lse_t`` covers more keys than the row attends to: the whole sequence in addition to ``indices``, sinks,
         other branches. The teacher is then its conditional distribution on the visible keys. Unless ``lse_t_visible`` is
         given, that costs one more pass over its logits.
@@ -262,6 +284,9 @@ class IndexerOptions(_Loss, total=False):
     """
 
     relu: Annotated[bool, True]
+    pool: Annotated[Pool, None]
+    pool_heads: Annotated[PoolHeads, "mean"]
+    pool_blocks: Annotated[PoolBlocks, "complete"]
     lse_t_wider: Annotated[bool, False]
     lse_t_visible: Annotated[torch.Tensor | None, None]
     row_weight: Annotated[torch.Tensor | Literal["mass"] | None, None]  # type: ignore[misc]
@@ -360,6 +385,14 @@ def _check_pair(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r}: must be a pair (left, right) of whole numbers, -1 for no limit")
 
 
+def _check_pool(name: str, value: Any) -> None:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if value is not None and not (is_pair and value[0] in POOLS[1:] and is_whole(value[1]) and value[1] > 0):
+        raise ValueError(
+            f"{name}={value!r}: must be None, ('max', block) or ('sum', block), with 1 or more keys per block"
+        )
+
+
 def _check_scale(name: str, value: Any) -> None:
     if value is not None and _is_zero_in_f32(name, value):
         raise ValueError(f"{name}={value!r}: must not be 0 in float32")
@@ -383,6 +416,7 @@ def check_choice(name: str, value: Any, choices: tuple) -> None:
 
 _RULES = {
     bool: _check_flag, tuple[int, int]: _check_pair, float | None: _check_scale, float: _check_softcap, int | None: _check_length,
+    Pool: _check_pool,
 }  # fmt: skip
 
 
@@ -423,6 +457,9 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "layout": lambda layout: dict(heads_first=layout == "bhnd"),
     "relu": lambda relu: dict(index_linear=not relu),
     "link_s": lambda link: dict(link_s=LINK_LINEAR if link == "linear" else LINK_SOFTMAX),
+    "pool": lambda pool: dict(pool=POOLS.index(pool[0]), pool_size=pool[1]),
+    "pool_heads": lambda heads: dict(pool_heads=POOL_HEADS.index(heads)),
+    "pool_blocks": lambda blocks: dict(pool_blocks=POOL_BLOCKS.index(blocks)),
     "reduction": lambda _: {},
     "check_lse": lambda _: {},
     "lse_t_wider": lambda _: {},
@@ -435,10 +472,9 @@ def translate(declared: Any, gradients: int, options: dict[str, Any]) -> tuple[L
     if not _LENGTH_NAMES.isdisjoint(options):
         lengths = Lengths(*[_as_int32(name, options.get(name)) for name in Lengths._fields])
         options = {name: value for name, value in options.items() if name not in _LENGTH_NAMES}
-    if "window_size" in options:
-        _check_pair(
-            "window_size", options["window_size"]
-        )  # here, because the cache does not compare types inside a tuple
+    for name, check in ("window_size", _check_pair), ("pool", _check_pool):
+        if name in options:  # here, because the cache does not compare types inside a tuple
+            check(name, options[name])
     fixed = declared, gradients, torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
         return lengths, _options.__wrapped__(*fixed, **options)

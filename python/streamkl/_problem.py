@@ -15,6 +15,11 @@ DQ_T, DK_T, DQ_S, DK_S, DW_S, DSINK_T, DSINK_S, DV_S = (1 << bit for bit in rang
 KL_FORWARD, KL_REVERSE = 0, 1  # skl_direction
 LINK_SOFTMAX, LINK_LINEAR = 0, 1  # skl_link
 ATTENTION, INDEXER = 0, 1  # skl_student
+POOLS, POOL_HEADS, POOL_BLOCKS = (
+    (None, "max", "sum"),
+    ("mean", "max"),
+    ("complete", "earlier", "visible"),
+)  # skl_pool...
 CPU, CUDA = 0, 1  # skl_device
 
 _SKL_PROBLEM, _SKL_OPTIONS = "skl_problem", "skl_options"
@@ -70,6 +75,10 @@ class Problem:
     row_bounds: bool = _derived(ctypes.c_int32)
     sinks: bool = _derived(ctypes.c_int32)
     link_s: int = _option("int", LINK_SOFTMAX, ctypes.c_int)
+    pool: int = _option("int", 0, ctypes.c_int)
+    pool_heads: int = _option("int", 0, ctypes.c_int)
+    pool_blocks: int = _option("int", 0, ctypes.c_int)
+    pool_size: int = _option("SymInt", 0, ctypes.c_int64)
 
     # skl_options
     device: int = _derived(ctypes.c_int, _SKL_OPTIONS)
@@ -84,6 +93,13 @@ class Problem:
     def row_shape(self, heads: int) -> tuple[int, ...]:
         """Shape of a row vector: KL, LSE, row weight."""
         return (heads, self.total_q) if self.packed else (self.batch, heads, self.len_q)
+
+
+def student_keys(options: Any, keys: int) -> int:
+    """Rows of k_s for `keys` rows of k_t, with a pooled teacher."""
+    return (
+        keys // options.pool_size if POOL_BLOCKS[options.pool_blocks] == "complete" else -(-keys // options.pool_size)
+    )
 
 
 _OPTION_FIELDS = [declared for declared in fields(Problem) if declared.metadata["schema"]]
@@ -118,7 +134,7 @@ _PROBLEM_FIELDS, _PLAN_OPTION_FIELDS = _fields_of(_SKL_PROBLEM), _fields_of(_SKL
 class SklProblem(ctypes.Structure):
     """skl_problem."""
 
-    _fields_ = [("struct_size", ctypes.c_size_t), *_PROBLEM_FIELDS.items(), ("reserved", ctypes.c_int32)]
+    _fields_ = [("struct_size", ctypes.c_size_t), *_PROBLEM_FIELDS.items()]
 
 
 class SklOptions(ctypes.Structure):

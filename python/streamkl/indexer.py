@@ -40,7 +40,9 @@ class IndexerRows(NamedTuple):
     kl: torch.Tensor  # cross_entropy - entropy
     cross_entropy: torch.Tensor  # -sum_j A_j log B_j: the part of the KL that training changes
     entropy: torch.Tensor  # -sum_j A_j log A_j
-    lse_t: torch.Tensor  # [batch, heads_t, len_q], over the keys that the row attends to
+    lse_t: (
+        torch.Tensor
+    )  # [batch, heads_t, len_q], over the keys that the row attends to; with pool, plus log sum_b M_b
     lse_s: torch.Tensor
     mass: torch.Tensor | None  # with lse_t_wider: the visible keys' share of the attention that lse_t covers
     kl_uniform: torch.Tensor | None  # KL(P || uniform), of an indexer that knows nothing; None if A is the indexer
@@ -151,6 +153,8 @@ def indexer_kl(
     check_tensors("indexer_kl", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, w_s=w_s, optional=given)
     check_flags(lse_t_wider=lse_t_wider, check_lse=check_lse, return_rows=return_rows)
     _check_wider(lse_t, lse_t_wider, lse_t_visible, row_weight)
+    pool = options.get("pool")
+    _check_pooled(pool, lse_t_visible, row_weight, parallel)
     gradients = _wanted_gradients(q_t, k_t, q_s, k_s, w_s)
     lengths, options = translate(IndexerOptions, gradients, {"reduction": reduction, **options})
     if q_t.dtype != k_t.dtype or q_s.dtype != k_s.dtype:
@@ -175,7 +179,7 @@ def indexer_kl(
         if by_mass or lse_t_visible is not None:
             raise ValueError("parallel.tensor_group: must be without lse_t_visible and row_weight='mass'")
         one_pass = one_pass and not lse_t_wider
-    elif lse_t_wider and (one_pass or by_mass or lse_t_visible is not None):
+    elif pool is None and lse_t_wider and (one_pass or by_mass or lse_t_visible is not None):
         if lse_t_visible is None:
             with torch.no_grad():
                 (lse_t_visible,) = operators.forward(*tensors, None, lib.LSE_T, *lengths, *options)
@@ -184,12 +188,13 @@ def indexer_kl(
     if one_pass:
         loss, rows = _one_pass(operators, tensors, target, weight, return_rows, lengths, options)
     else:
-        is_wider = lse_t_wider and mass is None
+        is_wider = lse_t_wider and mass is None and pool is None
         rows = _forward(operators, tensors, target, is_wider, return_rows, lengths, options)
         loss = weighted(rows["kl"], weight)
         loss = loss if reduction == "none" else loss.sum()
     if groups is None and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
-        check_teacher_lse((q_t, k_t, lse_t, None), indices, lse_t_wider, lengths, options)
+        keys = indices if pool is None or indices is None else _keys_of_blocks(indices, pool[1])
+        check_teacher_lse((q_t, k_t, lse_t, None), keys, lse_t_wider or keys is not indices, lengths, options)
     if reduction != "none":
         total = total_weight(loss, rows["lse_s"], weight, lengths) if reduction == "mean" else None
         if groups is not None and groups.reduces:
@@ -216,6 +221,20 @@ def _check_wider(lse_t, lse_t_wider, lse_t_visible, row_weight) -> None:
     if lse_t_visible is not None and lse_t_visible.shape != lse_t.shape:
         shape, accepted = list(lse_t_visible.shape), list(lse_t.shape)
         raise ValueError(f"lse_t_visible: shape {shape} must be that of lse_t, {accepted}")
+
+
+def _check_pooled(pool, lse_t_visible, row_weight, parallel) -> None:
+    by_mass = row_weight if isinstance(row_weight, str) else None
+    given = dict(lse_t_visible=lse_t_visible, parallel=parallel, row_weight=by_mass)
+    refused = [name for name, value in given.items() if value is not None]
+    if pool is not None and refused:
+        raise ValueError(f"{refused[0]}: must be {'a tensor or ' if by_mass else ''}None with pool")
+
+
+def _keys_of_blocks(blocks, size):
+    """The keys of blocks [..., n], [..., n * size]; -1 stays."""
+    keys = blocks[..., None] * size + torch.arange(size, dtype=blocks.dtype, device=blocks.device)
+    return torch.where(blocks[..., None] < 0, -1, keys).flatten(-2)
 
 
 def _wanted_gradients(q_t, k_t, q_s, k_s, w_s) -> int:
@@ -266,10 +285,13 @@ _ENTROPIES = lib.CROSS_ENTROPY | lib.ENTROPY
 
 
 def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options):
-    """The LSE of the indexer, which does not read the teacher, then everything else in one pass."""
+    """The LSE of the indexer, which does not read the teacher, then everything else in one pass.
+
+    A pooled teacher is read twice: only the first pass knows the sum that its target is divided by.
+    """
     with torch.no_grad():
-        if lse_t is None:
-            lse_t, lse_s = operators.forward(*tensors, None, lib.LSE_T | lib.LSE_S, *lengths, *options)
+        if lse_t is None or options.pool:
+            lse_t, lse_s = operators.forward(*tensors, lse_t, lib.LSE_T | lib.LSE_S, *lengths, *options)
         else:
             (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)

@@ -85,19 +85,50 @@ class Rows(NamedTuple):
     kl_uniform: torch.Tensor
 
 
-def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
-    """Row vectors of logits x [heads_t, len_q, n] and y [heads_s, len_q, n] with mask [len_q, n] or [heads_s, len_q, n]."""
+class Pooling(NamedTuple):
+    """How the teacher is pooled over blocks of keys, the last dimension of x."""
+
+    pool: tuple[str, int] | None = None
+    heads: str = "mean"
+    blocks: str = "complete"
+
+    def visible(self, seen, blocks) -> torch.Tensor:
+        """bool [len_q, blocks]: the blocks of each row, from the keys [len_q, len_k] that it attends to."""
+        size = self.pool[1]
+        keys = torch.nn.functional.pad(seen, (0, size))[..., : blocks * size].unflatten(-1, (blocks, size))
+        if self.blocks == "visible":
+            return keys[..., 0]
+        last = (seen * torch.arange(seen.shape[-1], device=seen.device)).amax(-1, keepdim=True) // size
+        is_last = torch.arange(blocks, device=seen.device) == last
+        return keys.all(-1) & ~is_last if self.blocks == "earlier" else keys.all(-1)
+
+    def __call__(self, log_p, blocks) -> torch.Tensor:
+        """log M [..., blocks] of log P [..., keys], which is -inf where a key is hidden."""
+        size = self.pool[1]
+        padded = torch.nn.functional.pad(log_p, (0, size), value=-torch.inf)
+        keys = padded[..., : blocks * size].unflatten(-1, (blocks, size))
+        return keys.amax(-1) if self.pool[0] == "max" else keys.logsumexp(-1)
+
+
+def rows_of_logits(x, y, visible, lse_t, reverse, seen=None, pooling=Pooling()) -> Rows:
+    """Row vectors of logits x [heads_t, len_q, n] and y [heads_s, len_q, n] with mask [len_q, n] or [heads_s, len_q, n].
+
+    With pooling, y and `visible` are those of blocks, and x has the mask `seen` of keys.
+    """
+    heads_s, group_size = y.shape[0], x.shape[0] // y.shape[0]
     visible = visible.expand(y.shape)
+    seen = visible if seen is None else seen.expand(heads_s, *x.shape[1:])
     attending = visible.any(-1)  # a row without visible keys is 0 in the end
     # A student head learns the mean of its teacher group.
-    heads_s, group_size = y.shape[0], x.shape[0] // y.shape[0]
-    visible_t, attending_t = (mask.repeat_interleave(group_size, 0) for mask in (visible, attending))
-    x, y = torch.where(visible_t, x, -torch.inf), torch.where(visible, y, -torch.inf)
-    x_safe, y_safe = torch.where(attending_t[..., None], x, 0.0), torch.where(attending[..., None], y, 0.0)
+    seen_t, attending_t, sees_t = (mask.repeat_interleave(group_size, 0) for mask in (seen, attending, seen.any(-1)))
+    x, y = torch.where(seen_t, x, -torch.inf), torch.where(visible, y, -torch.inf)
+    x_safe, y_safe = torch.where(sees_t[..., None], x, 0.0), torch.where(attending[..., None], y, 0.0)
     own_lse = torch.logsumexp(x_safe, -1)
     normaliser = own_lse if lse_t is None else torch.where(attending_t, lse_t.to(x.dtype), own_lse)
-    log_p = torch.where(visible_t, x_safe - normaliser[..., None], 0.0).unflatten(0, (heads_s, group_size))
-    log_p = log_p.logsumexp(1) - math.log(group_size)
+    log_p = torch.where(seen_t, x_safe - normaliser[..., None], 0.0).unflatten(0, (heads_s, group_size))
+    log_p = log_p.amax(1) if pooling.heads == "max" else log_p.logsumexp(1) - math.log(group_size)
+    if pooling.pool is not None:
+        log_p = torch.where(visible, pooling(torch.where(seen, log_p, -torch.inf), y.shape[-1]), 0.0)
     # Under an LSE of more keys the teacher is conditional on the visible keys, which hold `mass` of its attention.
     log_mass = torch.where(visible, log_p, -torch.inf).masked_fill(~attending[..., None], 0.0).logsumexp(-1)
     log_p = log_p - log_mass[..., None]
@@ -121,7 +152,7 @@ def rows_of_logits(x, y, visible, lse_t, reverse) -> Rows:
 
 
 def sequence_indexer_kl(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse, pooling
 ) -> Rows:
     """Row vectors of one sequence, with w_s [heads_s, len_q, G] and indices [heads_s, len_q, top_k] or None."""
     x, dots = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0, 0.0)
@@ -129,11 +160,22 @@ def sequence_indexer_kl(
     y = ((q_s.shape[-1] * w_s.shape[-1]) ** -0.5 if scale_s is None else scale_s) * torch.einsum(
         "hgij,hig->hij", dots, w_s
     )
+    seen = None
+    if pooling.pool is not None:
+        seen, visible = visible, pooling.visible(visible, y.shape[-1])
     if indices is not None and y.shape[-1]:  # nothing can be gathered if there are no keys
         gathered = indices.long().clamp(min=0)
         visible = visible.expand(y.shape).gather(-1, gathered) & (indices >= 0)
-        x, y = x.gather(-1, gathered.repeat_interleave(x.shape[0] // y.shape[0], 0)), y.gather(-1, gathered)
-    return rows_of_logits(x, y, visible, lse_t, reverse)
+        y, keys = y.gather(-1, gathered), gathered
+        if seen is not None:  # the keys of each block
+            size = pooling.pool[1]
+            keys = (gathered[..., None] * size + torch.arange(size, device=x.device)).flatten(-2)
+            inside, keys = keys < x.shape[-1], keys.clamp(max=x.shape[-1] - 1)
+            seen = (
+                seen.expand(y.shape[0], *x.shape[1:]).gather(-1, keys) & inside & visible.repeat_interleave(size, -1)
+            )
+        x = x.gather(-1, keys.repeat_interleave(x.shape[0] // y.shape[0], 0))
+    return rows_of_logits(x, y, visible, lse_t, reverse, seen, pooling)
 
 
 def sequences(q, k, asked):
@@ -226,11 +268,12 @@ def indexer_kl(q_t, k_t, q_s, k_s, w_s, indices=None, *, return_rows=False, **op
     )
     len_q, reverse = q_t.shape[-2], asked.direction == "reverse"
     logits_of = (asked.softmax_scale_t, asked.softmax_scale_s, asked.softcap_t, asked.relu)
+    pooling = Pooling(asked.pool, asked.pool_heads, asked.pool_blocks)
     rows = []
     for b, q, k, visible in sequences(q_t, k_t, asked):
         of_rows = (None if t is None else t[b][:, q] for t in (w_s, indices, asked.lse_t))
         parts = (q_t[b][:, q], k_t[b][:, k], q_s[b][:, q], k_s[b][:, k])
-        rows.append(sequence_indexer_kl(*parts, *of_rows, visible, *logits_of, reverse))
+        rows.append(sequence_indexer_kl(*parts, *of_rows, visible, *logits_of, reverse, pooling))
     values = Rows(0.0, 0.0, 0.0, -torch.inf, -torch.inf, 0.0, 0.0)
     joined = Rows(*(join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), values)))
     weight = joined.mass if isinstance(asked.row_weight, str) else asked.row_weight

@@ -127,8 +127,8 @@ static skl_status check_indices_of_row(const skl_problem *p, const int32_t *keys
         if (keys[n] < -1 || keys[n] >= key_count)
             return skl_fail(SKL_ERROR_ARGUMENT,
                             "indices[%" PRId64 ", %" PRId64 ", %" PRId64 ", %" PRId64 "]=%" PRId32
-                            ": must be -1 (none) or a key of the sequence, 0..%" PRId64,
-                            batch, head, i, n, keys[n], key_count - 1);
+                            ": must be -1 (none) or a %s of the sequence, 0..%" PRId64,
+                            batch, head, i, n, keys[n], skl_is_pooled(p) ? "block" : "key", key_count - 1);
     return SKL_OK;
 }
 
@@ -138,7 +138,8 @@ static skl_status check_indices(const skl_problem *p, const skl_inputs *inputs)
     for (int64_t b = 0; has_indices && b < p->batch; b++) {
         const skl_range all_keys = {0, INT64_MAX};
         const skl_sequence s = skl_sequence_at(p, inputs, all_keys, b);
-        const int64_t key_count = p->packed ? s.key_count : p->len_k; /* padding is allowed: it is masked */
+        /* Padding is allowed: it is masked. */
+        const int64_t key_count = skl_student_keys(p, p->packed ? s.key_count : p->len_k);
         for (int64_t head = 0; s.query_count > 0 && head < p->heads_s; head++)
             for (int64_t i = 0; i < s.query_count; i++)
                 SKL_TRY(check_indices_of_row(p, skl_row_indices(inputs, &s, head, i), key_count, b, head, i));

@@ -49,7 +49,10 @@ static skl_status check_ranges(const skl_problem *p)
         {"row_bounds", p->row_bounds, 0, 1},
         {"sinks", p->sinks, 0, 1},
         {"link_s", p->link_s, SKL_LINK_SOFTMAX, SKL_LINK_LINEAR},
-        {"reserved", p->reserved, 0, 0},
+        {"pool", p->pool, SKL_POOL_NONE, SKL_POOL_SUM},
+        {"pool_heads", p->pool_heads, SKL_POOL_HEADS_MEAN, SKL_POOL_HEADS_MAX},
+        {"pool_blocks", p->pool_blocks, SKL_POOL_COMPLETE, SKL_POOL_VISIBLE},
+        {"pool_size", p->pool_size, 0, SKL_LENGTH_MAX},
     };
     for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
         const int_rule *const rule = &rules[i];
@@ -175,6 +178,29 @@ static skl_status check_link(const skl_problem *p)
     return SKL_OK;
 }
 
+static skl_status check_pool(const skl_problem *p)
+{
+    if (!skl_is_pooled(p) && (p->pool_heads != 0 || p->pool_blocks != 0 || p->pool_size != 0))
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "pool_heads=%d, pool_blocks=%d, pool_size=%" PRId64 ": must be 0 unless pool is set",
+                        (int)p->pool_heads, (int)p->pool_blocks, p->pool_size);
+    if (!skl_is_pooled(p))
+        return SKL_OK;
+    if (!skl_is_indexer(p))
+        return skl_fail(SKL_ERROR_ARGUMENT,
+                        "pool=%d: needs student=SKL_STUDENT_INDEXER; one with index_heads=1, index_linear=1 and "
+                        "weights of 1 is an attention",
+                        (int)p->pool);
+    if (p->packed)
+        return skl_fail(SKL_ERROR_ARGUMENT, "packed=1: must be 0 with pool; pad the sequences and give key_lengths");
+    if (p->top_k > 0 && p->len_k > INT32_MAX)
+        return skl_fail(SKL_ERROR_ARGUMENT, "len_k=%" PRId64 ": must be at most %d with pool and top_k", p->len_k,
+                        INT32_MAX);
+    if (p->pool_size == 0)
+        return skl_fail(SKL_ERROR_ARGUMENT, "pool_size=0: must be 1 or more with pool");
+    return SKL_OK;
+}
+
 /* A plan for skl_attention_forward and skl_attention_backward. */
 static skl_status check_values(const skl_problem *p)
 {
@@ -228,6 +254,9 @@ skl_status skl_op_check_for(const skl_problem *p, skl_op op)
     if (op == SKL_OP_ATTENTION_STATS && skl_is_indexer(p))
         return skl_fail(SKL_ERROR_ARGUMENT, "student=%d: skl_attention_stats needs SKL_STUDENT_ATTENTION",
                         (int)p->student);
+    if ((op == SKL_OP_PARTIAL || op == SKL_OP_FINISH) && skl_is_pooled(p))
+        return skl_fail(SKL_ERROR_ARGUMENT, "pool=%d: pooled teachers have no partial states; must be 0",
+                        (int)p->pool);
     return skl_op_is_attention(op) && !(p->gradients & SKL_DV_S)
                ? skl_fail(SKL_ERROR_ARGUMENT,
                           "gradients=%" PRIu32 ": skl_attention_%s needs a plan whose problem.gradients include "
@@ -249,6 +278,7 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
     SKL_TRY(check_student(&p));
     SKL_TRY(check_sinks(&p));
     SKL_TRY(check_link(&p));
+    SKL_TRY(check_pool(&p));
     SKL_TRY(check_values(&p));
     fill_defaults(&p);
     SKL_TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));

@@ -70,6 +70,20 @@ SKL_HOST_DEVICE int skl_has_teacher_groups(const skl_problem *problem)
     return problem->heads_t != problem->heads_s || skl_is_indexer(problem);
 }
 
+SKL_HOST_DEVICE int skl_is_pooled(const skl_problem *problem)
+{
+    return problem->pool != SKL_POOL_NONE;
+}
+
+/* Keys of the student for `keys` keys of the teacher: as many, or blocks. */
+SKL_HOST_DEVICE int64_t skl_student_keys(const skl_problem *problem, int64_t keys)
+{
+    if (!skl_is_pooled(problem))
+        return keys;
+    const int64_t complete = keys / problem->pool_size;
+    return complete + (problem->pool_blocks != SKL_POOL_COMPLETE && keys % problem->pool_size != 0);
+}
+
 /* Heads of q_s. */
 SKL_HOST_DEVICE int64_t skl_query_heads_s(const skl_problem *problem)
 {

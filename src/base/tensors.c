@@ -224,7 +224,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const unplanned = ": the plan's problem.gradients does not name it";
 
     const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const int64_t rows_k = p->packed ? p->total_k : p->len_k;
+    const int64_t rows_k = p->packed ? p->total_k : p->len_k, rows_k_s = skl_student_keys(p, rows_k);
     const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
     const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t);
@@ -235,7 +235,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, key_need, ""),
         TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, key_need, ""),
         TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, key_need, ""),
-        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, key_need, ""),
+        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k_s, p->dim_s, p->dtype_s, INPUT, key_need, ""),
         TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
         TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, needs.lse_s ? REQUIRED : OPTIONAL,
                for_backward),
@@ -279,7 +279,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
         TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
-        TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
+        TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k_s, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
         TENSOR(grads->dw_s, "dw_s", p->heads_s, rows_q, p->index_heads, grad_w, OUTPUT, grad_need[4], unplanned),
         TENSOR(attention->dv_s, "dv_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, OPTIONAL, ""),
         ARRAY(grads->dsink_t, "dsink_t", p->heads_t, OUTPUT),

@@ -124,6 +124,18 @@ SKL_HOST_DEVICE skl_range skl_visible(const skl_problem *p, const skl_sequence *
     return skl_band_range(&band, i);
 }
 
+/* The blocks of keys of a row that sees `keys`, if the teacher is pooled; else `keys`. Neither begin nor end
+ * decreases from one row to the next. */
+SKL_HOST_DEVICE skl_range skl_pooled_range(const skl_problem *p, skl_range keys)
+{
+    if (!skl_is_pooled(p))
+        return keys;
+    const int64_t last = skl_max(0, keys.end - 1) / p->pool_size; /* block of the last visible key */
+    const int64_t end = p->pool_blocks == SKL_POOL_EARLIER ? last : skl_student_keys(p, keys.end);
+    const skl_range blocks = {skl_min(skl_ceil_div(keys.begin, p->pool_size), end), end};
+    return blocks;
+}
+
 /* The first of `count` values, none below the one before, that is larger than `limit`; `count` if none is. */
 SKL_HOST_DEVICE int64_t skl_first_above(const int32_t *values, int64_t count, int64_t limit)
 {

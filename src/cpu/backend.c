@@ -97,8 +97,8 @@ static void clear_gradient(const skl_output *grad, skl_dtype dtype, int64_t batc
 static void clear_key_gradients(const skl_problem *p, const skl_call *call, bool fused)
 {
     const skl_gradients *const grads = &call->gradients;
-    const int64_t rows = p->packed ? p->total_k : p->len_k;
-    const int64_t used = p->packed ? call->inputs.cu_seqlens_k[p->batch] : p->len_k;
+    const int64_t rows = skl_student_keys(p, p->packed ? p->total_k : p->len_k);
+    const int64_t used = p->packed ? call->inputs.cu_seqlens_k[p->batch] : rows;
     const int64_t begin = fused ? 0 : used;
     const int64_t batch = p->packed ? 1 : p->batch;
     clear_gradient(&grads->dk_t, skl_grad_dtype(p, p->dtype_t), batch, p->key_heads_t, begin, rows, p->dim_t);

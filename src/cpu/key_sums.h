@@ -19,7 +19,7 @@ typedef struct skl_key_sums {
 static inline int64_t skl_sum_floats(const skl_problem *p, uint32_t gradient, skl_dtype dtype, int64_t dim)
 {
     const bool summed = (p->gradients & gradient) && skl_grad_dtype(p, dtype) != SKL_F32;
-    return summed ? (p->len_k * dim + 15) / 16 * 16 : 0;
+    return summed ? (skl_student_keys(p, p->len_k) * dim + 15) / 16 * 16 : 0;
 }
 
 /* NULL, or why there are no sums. */
@@ -28,7 +28,7 @@ static inline const char *skl_why_no_key_sums(const skl_problem *p)
     const int64_t sharing_t = p->heads_t / p->key_heads_t;
     const bool many_key_heads =
         skl_sum_floats(p, SKL_DK_T, p->dtype_t, p->dim_t) > 0 && sharing_t % skl_group_size(p) != 0;
-    if (p->len_k > SKL_SUMMED_KEYS)
+    if (skl_student_keys(p, p->len_k) > SKL_SUMMED_KEYS)
         return "16-bit gradients of more than 8192 keys are summed in f32 in a separate pass";
     return many_key_heads
                ? "a teacher group has several key heads, whose 16-bit gradients are summed in f32 in a separate pass"

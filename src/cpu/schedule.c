@@ -118,7 +118,7 @@ static grid grid_of(const skl_plan *plan, const skl_cpu_pass *pass)
     const int64_t key_heads = pass->key_result_heads > 0 ? pass->key_result_heads
                               : pass->teacher_side       ? p->key_heads_t
                                                          : p->key_heads_s;
-    const grid over_keys = {key_heads, skl_ceil_div(p->len_k, tiles.keys)};
+    const grid over_keys = {key_heads, skl_ceil_div(skl_student_keys(p, p->len_k), tiles.keys)};
     return pass->over_keys ? over_keys : over_queries;
 }
 

@@ -87,7 +87,8 @@ int32_t skl_cpu_select_workers(const skl_problem *p, const skl_cpu_work *work, i
     const int64_t key_heads = skl_max(p->gradients & SKL_DK_T ? p->key_heads_t : 0,
                                       p->gradients & (SKL_DK_S | SKL_DV_S) ? p->key_heads_s : 0);
     const int64_t over_queries = items_up_to(threads, p->batch, p->heads_s, skl_ceil_div(p->len_q, tiles.queries));
-    const int64_t over_keys = items_up_to(threads, p->batch, key_heads, skl_ceil_div(p->len_k, tiles.keys));
+    const int64_t over_keys =
+        items_up_to(threads, p->batch, key_heads, skl_ceil_div(skl_student_keys(p, p->len_k), tiles.keys));
     return (int32_t)skl_max(1, skl_max(over_queries, over_keys));
 }
 

@@ -26,9 +26,9 @@ class Indexer(NamedTuple):
 
 def make_indexer(
     batch=2, len_q=19, len_k=23, heads_t=4, key_heads_t=2, heads_s=1, key_heads_s=1, index_heads=3, dim_t=8, dim_s=5, top_k=0,
-    layout="bnhd", packed=False, dtype_t=torch.float32, dtype_s=torch.float32, dtype_w=torch.float32, device="cpu", seed=0,
+    keys_s=None, layout="bnhd", packed=False, dtype_t=torch.float32, dtype_s=torch.float32, dtype_w=torch.float32, device="cpu", seed=0,
 ):  # fmt: skip
-    """Random tensors; q_s, k_s and w_s require gradients.
+    """Random tensors; q_s, k_s and w_s require gradients. keys_s: keys of the indexer, if they are not those of the teacher.
 
     Index queries and keys are multiples of 1/8: their dot products are exact in f32, so that f32 and float64 agree on the
     ReLU. Indices contain -1, masked keys and repeated keys; the first row has no key.
@@ -42,11 +42,12 @@ def make_indexer(
 
     q_t, k_t = tensor(len_q, heads_t, dim_t, dtype_t), tensor(len_k, key_heads_t, dim_t, dtype_t)
     q_s = tensor(len_q, heads_s * index_heads, dim_s, dtype_s, 0.125).requires_grad_()
-    k_s = tensor(len_k, key_heads_s, dim_s, dtype_s, 0.125).requires_grad_()
+    keys_s = len_k if keys_s is None else keys_s
+    k_s = tensor(keys_s, key_heads_s, dim_s, dtype_s, 0.125).requires_grad_()
     w_s = tensor(len_q, heads_s, index_heads, dtype_w).requires_grad_()
     if not top_k:
         return Indexer(q_t, k_t, q_s, k_s, w_s)
-    indices = torch.randint(-1, len_k, (*w_s.shape[:-1], top_k), generator=generator, dtype=torch.int32)
+    indices = torch.randint(-1, keys_s, (*w_s.shape[:-1], top_k), generator=generator, dtype=torch.int32)
     indices.view(-1, top_k)[:1] = -1
     return Indexer(q_t, k_t, q_s, k_s, w_s, indices.to(device))
 
@@ -75,7 +76,7 @@ def compare(indexer: Indexer, **options):
         assert loss.dtype == torch.float32
         floor = floor_of(indexer, options) * (rows.kl.numel() if options.get("reduction") == "sum" else 1)
         assert_near("loss", loss, exact_loss, floor=floor)
-        assert (rows.mass is not None) == options.get("lse_t_wider", False)
+        assert (rows.mass is not None) == (options.get("lse_t_wider", False) and "pool" not in options)
         for name in rows._fields:
             if (row := getattr(rows, name)) is not None:
                 assert not row.requires_grad

@@ -125,6 +125,36 @@ def test_relations(relation):
     torch.testing.assert_close(both, (found + loss_of(teacher, student, inputs, layer_map={1: 1})) / 2)
 
 
+@pytest.mark.parametrize("relation", ["qq", "kk", "vv"])
+def test_relation_heads(relation):
+    """MiniLMv2, in float64: heads of the models whose numbers do not divide each other."""
+    teacher, student, inputs = bert(2, 4, 64).eval(), bert(2, 3, 48).eval(), batch("right")
+    with capture(teacher) as t, capture(student) as s:
+        teacher(**inputs)
+        student(**inputs)
+    logs, hidden = [], inputs["attention_mask"][:, None, None] == 0
+    for layer in t[1], s[1]:
+        heads = dict(q=layer.q, k=layer.k, v=layer.v)[relation[0]].double()
+        a = heads.transpose(1, 2).flatten(2).unflatten(2, (2, -1)).transpose(1, 2)
+        logs.append((a @ a.transpose(2, 3) / a.shape[-1] ** 0.5).masked_fill(hidden, -1e30).log_softmax(-1))
+    kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).transpose(1, 2)[inputs["attention_mask"].bool()].mean()
+    kl.backward()
+    expected = {name: each.grad.clone() for name, each in student.named_parameters() if each.grad is not None}
+    student.zero_grad()
+    options = dict(layer_map={1: 1}, relations=(relation,), relation_heads=2)
+    with AttentionDistiller(teacher, student, **options) as distiller:
+        student(**inputs)
+        loss = distiller.loss()
+        loss.backward()
+    torch.testing.assert_close(loss.double(), kl, rtol=1e-5, atol=1e-7)
+    largest = max(gradient.abs().max().item() for gradient in expected.values())  # some biases have none
+    for name, gradient in expected.items():
+        made = dict(student.named_parameters())[name].grad
+        torch.testing.assert_close(made, gradient, rtol=0, atol=1e-5 * largest)
+    with pytest.raises(ValueError, match="layer 1 and teacher layer 1: relation_heads=5 must divide 64"):
+        loss_of(teacher, student, inputs, **options | dict(relation_heads=5))
+
+
 def test_rows_of_labels():
     """Only rows that predict a label count: row i predicts token i + 1."""
     teacher, student, inputs = llama().eval(), llama().eval(), batch("right")

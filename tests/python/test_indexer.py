@@ -58,6 +58,120 @@ def test_scales_softcap_and_no_relu(keys):
     compare(indexer, relu=False, direction="reverse", reduction="none")
 
 
+POOLED = {"complete": 23 // 4, "earlier": 6, "visible": 6}  # blocks of 4 keys
+
+
+@pytest.mark.parametrize("pool", ["max", "sum"])
+@pytest.mark.parametrize("pool_heads", ["mean", "max"])
+@pytest.mark.parametrize("blocks", POOLED)
+@pytest.mark.parametrize("keys", TOP_K)
+def test_pooled_teachers(keys, blocks, pool_heads, pool):
+    options = dict(pool=(pool, 4), pool_heads=pool_heads, pool_blocks=blocks)
+    for n, mask in enumerate(MASKS.values()):
+        reduction, direction = ("mean", "sum", "none")[n % 3], ("forward", "reverse")[n % 2]
+        indexer = make_indexer(top_k=TOP_K[keys] // 2, keys_s=POOLED[blocks], heads_s=1 + n % 2, index_heads=2, seed=n)
+        compare(indexer, **options, **mask, reduction=reduction, direction=direction)
+        weight = torch.linspace(0, 1, 19).expand(2, -1)
+        compare(indexer, **options, **mask, reduction=reduction, row_weight=weight, relu=False)
+
+
+def test_a_pooled_teacher_of_single_keys_is_the_teacher():
+    indexer = make_indexer()
+    plain = streamkl.indexer_kl(*indexer, causal=True)
+    for pool in ("max", "sum"):
+        torch.testing.assert_close(streamkl.indexer_kl(*indexer, causal=True, pool=(pool, 1)), plain)
+
+
+def test_a_pooled_teacher_takes_any_lse():
+    """The target is divided by its sum: a constant per row cancels, one per head weighs the heads."""
+    indexer = make_indexer(keys_s=5)
+    options = dict(causal=True, pool=("max", 4))
+    loss, rows = streamkl.indexer_kl(*indexer, **options, return_rows=True)
+    for wider in (False, True):
+        moved = streamkl.indexer_kl(*indexer, **options, lse_t=rows.lse_t + 1.5, lse_t_wider=wider)
+        torch.testing.assert_close(moved, loss)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                streamkl.indexer_kl(*indexer, **options, lse_t=rows.lse_t + 1.5, lse_t_wider=wider), loss
+            )
+    of_heads = rows.lse_t + torch.arange(4.0)[:, None]
+    compare(indexer, **options, lse_t=of_heads.float())
+
+
+def test_pooled_teachers_keep_nan_of_hidden_keys_away():
+    indexer = make_indexer(keys_s=5)
+    masks = dict(key_lengths=torch.tensor([23, 9]), pool=("max", 4))
+    clean = streamkl.indexer_kl(*indexer, **masks)
+    with torch.no_grad():
+        indexer.k_t[1, 9:], indexer.k_s[1, 2:] = torch.nan, torch.inf
+    loss = streamkl.indexer_kl(*indexer, **masks)
+    assert torch.equal(loss, clean)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, indexer.trained))
+    with torch.no_grad():
+        indexer.k_t[1, 8] = torch.nan  # no complete block has this key, but the softmax of the teacher does
+    assert streamkl.indexer_kl(*indexer, **masks).isnan()
+
+
+@pytest.mark.parametrize("pool_heads", ["mean", "max"])
+@pytest.mark.parametrize("pool", ["max", "sum"])
+@pytest.mark.parametrize("keys", TOP_K)
+def test_a_nan_of_a_pooled_teacher_shows(keys, pool, pool_heads):
+    """Under a given LSE only the block of a NaN, and so its rows, are NaN: the first, the middle and the last of a block."""
+    options = dict(causal=True, pool=(pool, 4), pool_heads=pool_heads, reduction="none")
+    for key in (8, 9, 11):
+        indexer = make_indexer(len_q=23, keys_s=5, heads_t=2)
+        if TOP_K[keys]:
+            indexer = indexer._replace(indices=torch.arange(5, dtype=torch.int32).expand(2, 23, 1, 5).contiguous())
+        lse_t = streamkl.indexer_kl(*indexer, **options, return_rows=True)[1].lse_t.clone()
+        lse_t[lse_t.isinf()] = 0.0
+        indexer.k_t[:, key, 0] = torch.nan
+        rows = streamkl.indexer_kl(*indexer, **options, lse_t=lse_t)
+        assert rows[..., :11].isfinite().all() and rows[..., 11:].isnan().all()
+
+
+@pytest.mark.parametrize("head", range(3))
+@pytest.mark.parametrize("keys", TOP_K)
+def test_a_nan_of_any_teacher_head_shows(keys, head):
+    indexer = make_indexer(heads_t=3, key_heads_t=1, index_heads=1, dim_s=8, top_k=TOP_K[keys])
+    indexer.q_t[1, 7, head] = torch.nan
+    rows = streamkl.indexer_kl(*indexer, reduction="none")
+    assert rows[1, 0, 7].isnan() and rows.isnan().sum() == 1
+    if not TOP_K[keys]:
+        rows = streamkl.attention_kl(*indexer[:2], indexer.q_s, indexer.k_s, reduction="none")
+        assert rows[1, 0, 7].isnan() and rows.isnan().sum() == 1
+
+
+BAD_POOLS = {
+    "pool=max: must be None": dict(pool="max"),
+    r"pool=\('mean', 4\): must be None, \('max', block\) or \('sum', block\)": dict(pool=("mean", 4)),
+    r"pool=\('max', 0\): must": dict(pool=("max", 0)),
+    r"pool=\('max', True\): must": dict(pool=("max", True)),
+    "pool_heads='sum': must be 'mean' or 'max'": dict(pool=("max", 4), pool_heads="sum"),
+    "pool_blocks='all': must be 'complete', 'earlier' or 'visible'": dict(pool=("max", 4), pool_blocks="all"),
+    "pool_heads=1, pool_blocks=0, pool_size=0: must be 0 unless pool is set": dict(pool_heads="max"),
+    r"k_s: shape \[2, 5, 1, 5\] must have 6 keys, one per block of 4 of the 23 keys of k_t, with pool_blocks='visible'":
+        dict(pool=("max", 4), pool_blocks="visible"),
+    "lse_t_visible: must be None with pool": dict(pool=("max", 4), lse_t=1, lse_t_wider=True, lse_t_visible=1),
+    "row_weight: must be a tensor or None with pool": dict(pool=("max", 4), lse_t=1, lse_t_wider=True, row_weight="mass"),
+    "parallel: must be None with pool": dict(pool=("max", 4), parallel=streamkl.Parallel()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD_POOLS)
+def test_bad_options_of_a_pooled_teacher(message):
+    options = dict(BAD_POOLS[message])
+    streamkl.indexer_kl(*make_indexer(keys_s=5), pool=("max", 4))
+    for name in {"lse_t", "lse_t_visible"} & options.keys():
+        options[name] = torch.zeros(2, 4, 19)
+    indexer = make_indexer(keys_s=5 if "pool" in options else None)
+    with pytest.raises(ValueError, match=message.replace("pool=max", "pool='max'")):
+        streamkl.indexer_kl(*indexer, **options)
+    with pytest.raises(ValueError, match="packed=1: must be 0 with pool"):
+        packed = make_indexer(packed=True, keys_s=5)
+        offsets = torch.tensor([0, 19], dtype=torch.int32), torch.tensor([0, 23], dtype=torch.int32)
+        streamkl.indexer_kl(*packed, pool=("max", 4), cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
+
+
 @pytest.mark.parametrize("heads", [
     dict(heads_t=1, key_heads_t=1, index_heads=1), dict(heads_t=6, key_heads_t=6, index_heads=7),
     dict(heads_t=5, key_heads_t=1, dim_t=576, dim_s=32),  # latent attention: one key head

@@ -102,6 +102,39 @@ def msa(page):
     return kl(p, attention(page["msa_q"].double(), page["msa_k"].double(), causal=True))
 
 
+def lolcats(page):
+    """The hybrid's distributions on the keys outside of the window, those before key i - 7 of row i."""
+    outside = torch.ones(48, 48, dtype=torch.bool).tril(-page["window"])
+    p = attention(page["q_t"].double(), page["k_t"].double(), causal=True).masked_fill(~outside, 0.0)[:, :, 8:]
+    a = torch.einsum("bihd,bjhd->bhij", page["phi"](page["q_s"].double()), page["phi"](page["k_s"].double()))
+    a = a.masked_fill(~outside, 0.0)[:, :, 8:]
+    return kl(p / p.sum(-1, keepdim=True), a / a.sum(-1, keepdim=True))
+
+
+def on_blocks(weights, scores, sees):
+    """KL of maxima of weights [..., blocks], divided by their sum, and softmax(scores), in rows that see a block."""
+    target = weights.masked_fill(~sees, 0.0)
+    target = target / target.sum(-1, keepdim=True).clamp(min=1e-30)
+    student = scores.masked_fill(~sees, -1e20).softmax(-1)
+    return torch.special.xlogy(target, target / torch.where(target == 0, 1.0, student)).sum(-1)
+
+
+def qsa(page):
+    p = attention(page["q_t"].double(), page["k_t"].double(), causal=True).sum(1)
+    p = (p / p.sum(-1, keepdim=True)).unflatten(-1, (-1, page["block"])).amax(-1)
+    dots = torch.einsum("bigd,bjd->bigj", page["qsa_q"].double(), page["qsa_k"].double())
+    complete = (torch.arange(48)[:, None] + 1) // page["block"] > torch.arange(48 // page["block"])
+    return on_blocks(p, dots.relu().sum(2) * 8**-0.5, complete)[:, page["block"] - 1 :].mean()
+
+
+def seer(page):
+    p = attention(page["q_t"].double(), page["k_t"].double(), causal=True).unflatten(-1, (-1, page["block"])).amax(-1)
+    p = p.unflatten(1, (page["groups"], -1)).amax(2)
+    scores = torch.einsum("bihd,bjhd->bhij", page["seer_q"].double(), page["seer_k"].double()) * 8**-0.5
+    earlier = torch.arange(48)[:, None] // page["block"] > torch.arange(48 // page["block"])
+    return on_blocks(p, scores, earlier)[:, :, 24:].mean()
+
+
 FORMULAS = {
     "mobilebert": mobilebert,
     "att_ce_mean": att_ce_mean,
@@ -113,6 +146,9 @@ FORMULAS = {
     "dsa": dsa,
     "index_cache": index_cache,
     "msa": msa,
+    "lolcats": lolcats,
+    "qsa": qsa,
+    "seer": seer,
 }
 
 
@@ -132,6 +168,33 @@ def test_objective(page, name):
         assert (actual is None) == (gradient is None)
         if gradient is not None:
             torch.testing.assert_close(actual, gradient.float(), rtol=0, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_qsa_on_selected_blocks(page):
+    """The second stage: the teacher's softmax runs over the selected blocks and the query's own incomplete block."""
+    block, blocks = page["block"], 48 // page["block"]
+    torch.manual_seed(1)
+    selected = torch.rand(2, 48, blocks).topk(3).indices
+    selected[selected >= (torch.arange(48)[:, None] + 1) // block] = -1
+    chosen = torch.zeros(2, 48, blocks + 1, dtype=torch.bool).scatter(2, selected % (blocks + 1), True)[..., :-1]
+    positions, keys = torch.arange(48)[:, None], torch.arange(48)
+    tail = (keys >= (positions + 1) // block * block) & (keys <= positions)
+    attended = chosen.repeat_interleave(block, -1) | tail
+    logits = torch.einsum("bihd,bjhd->bhij", page["q_t"].double(), page["k_t"].double()) / 4
+    logits = logits.masked_fill(~attended[:, None], -torch.inf)
+    p = logits.softmax(-1).sum(1).unflatten(-1, (blocks, block)).amax(-1)
+    q, k = (page[name].detach().double().requires_grad_() for name in ("qsa_q", "qsa_k"))
+    dots = torch.einsum("bigd,bjd->bigj", q, k).relu().sum(2) * 8**-0.5
+    expected = on_blocks(p, dots, chosen)[chosen.any(-1)].mean()
+    options = dict(causal=True, pool=("max", block), softmax_scale_s=8**-0.5, lse_t=logits.logsumexp(-1).float())
+    arguments = page["q_t"], page["k_t"], page["qsa_q"], page["qsa_k"], torch.ones(2, 48, 3), selected
+    loss = streamkl.indexer_kl(*arguments, check_lse=True, **options)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    wanted = torch.autograd.grad(expected, (q, k))
+    for made, gradient in zip(torch.autograd.grad(loss, (page["qsa_q"], page["qsa_k"])), wanted):
+        torch.testing.assert_close(made, gradient.float(), rtol=0, atol=1e-5 * gradient.abs().max().item())
+    with pytest.raises(ValueError, match="lse_t: .* must be at least"):
+        streamkl.indexer_kl(*arguments, check_lse=True, **options | dict(lse_t=options["lse_t"] - 1))
 
 
 def test_score_mse_of_equal_models_is_zero():

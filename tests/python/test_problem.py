@@ -21,6 +21,7 @@ from streamkl._options import (
     CarriedOptions,
     IndexerOptions,
     MapOptions,
+    Pool,
     StatsOptions,
     texts_of,
     translate,
@@ -145,7 +146,14 @@ def test_defaults_written_in_a_function_are_those_of_its_declaration(options):
 
 def test_every_field_of_the_problem_that_a_caller_chooses_has_an_option():
     """An option changes a field of its operators, or is one of the loss; a field that no option changes is a forgotten one."""
-    samples = {bool: [True, False], float: [2.0], float | None: [0.25], int | None: [7], tuple[int, int]: [(3, 4)]}
+    samples = {
+        bool: [True, False],
+        float: [2.0],
+        float | None: [0.25],
+        int | None: [7],
+        tuple[int, int]: [(3, 4)],
+        Pool: [("sum", 4)],
+    }
     changed, of_loss = set(), set()
     for options in AttentionOptions, IndexerOptions:
         for name, (hint, _) in DECLARED[options].items():

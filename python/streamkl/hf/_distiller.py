@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from .._carried import Slot
-from .._options import Direction, Parallel, check_choice, check_flags
+from .._options import Direction, Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
 from ._capture import Capture, Verify
 from ._context import active_region, parallel_of
@@ -55,6 +55,8 @@ class AttentionDistiller:
         relations: which products are compared, as in MiniLMv2: ``"qk"`` is the attention, ``"qq"``, ``"kk"`` and
             ``"vv"`` are softmax(q q), softmax(k k) and softmax(v v) with scale 1 / sqrt(dim). Their KLs are
             averaged.
+        relation_heads: cuts the concatenated heads of ``"qq"``, ``"kk"`` and ``"vv"`` into this many, as MiniLMv2 does, so
+            that the numbers of heads of the models may differ. Default: the heads of the models.
         temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the
             gradients.
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
@@ -96,6 +98,7 @@ class AttentionDistiller:
         attention: Kind = "self",
         tower: str | None = None,
         relations: Sequence[Relation] = ("qk",),
+        relation_heads: int | None = None,
         temperature: float = 1.0,
         layer_weight: Mapping[int, float] | None = None,
         rows: Literal["all", "labels"] = "all",
@@ -122,13 +125,17 @@ class AttentionDistiller:
         check_choice("rows", rows, ("all", "labels"))
         if not relations or isinstance(relations, str) or not all(relation in RELATIONS for relation in relations):
             raise ValueError(f"relations={relations!r}: must be one or more of {', '.join(map(repr, RELATIONS))}")
+        if relation_heads is not None and (not is_whole(relation_heads) or relation_heads < 1):
+            raise ValueError(f"relation_heads={relation_heads!r}: must be None or a whole number, at least 1")
+        if relation_heads is not None and (head_map is not None or set(relations) == {"qk"}):
+            raise ValueError(f"relation_heads={relation_heads}: needs relations 'qq', 'kk' or 'vv', and no head_map")
         if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         check_choice("sinks", sinks, ("both", "keys only"))
         maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
         self.direction, self.attention, self.tower, self.relations = direction, attention, tower, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
-        self.sample_rows, self.sinks = _checked_share(sample_rows), sinks
+        self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads
         self.fused, self.fused_values = fused, fused_values
         if fused and (self.relations != ("qk",) or self.temperature != 1 or self.sample_rows != 1):
             raise ValueError("fused=True: needs relations=('qk',), temperature=1 and sample_rows=1")
@@ -330,6 +337,7 @@ class AttentionDistiller:
                 layers_s[i].require(),
                 self._heads(i),
                 self.sinks,
+                self.relation_heads,
             )
             for i, many in chosen.items()
             for j in many

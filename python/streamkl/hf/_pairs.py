@@ -11,6 +11,7 @@ import torch
 from .._options import Direction, Parallel
 from .._attention_kl import attention_kl
 from .._carried import CarriedKL, term_of
+from ..losses import relation_heads
 from . import _maps as maps
 from ._keys import Keys
 from ._layers import Layer
@@ -66,6 +67,7 @@ class Pair:
     s: Layer
     heads: dict[int, int] | None  # {student head: teacher head}
     sinks: Sinks = "both"
+    relation_heads: int | None = None  # heads of the relations other than qk
     _kept: Any = None  # arguments() that a proof has read and the loss takes
 
     def loss(
@@ -177,15 +179,26 @@ class Pair:
         use_lses = relation == "qk" and temperature == 1.0 and self.has_same_keys(cache)
         lse_t, lse_s = (self.t.lse, self.s.lse) if use_lses else (None, None)
         lse_t = None if lse_t is None else lse_t.to(q_s.device)
-        if self.heads is not None:
+        if self._regroups(relation):
+            q_t, k_t, q_s, k_s = map(self._regrouped, (q_t, k_t, q_s, k_s))
+        elif self.heads is not None:
             maps.check_heads(self.heads, q_t.shape[1], q_s.shape[1], self.where)
             q_t, k_t, lse_t = maps.select_heads(list(self.heads.values()), q_t, k_t, lse_t)
             q_s, k_s, lse_s = maps.select_heads(list(self.heads), q_s, k_s, lse_s)
-        elif q_t.shape[1] % q_s.shape[1] != 0:
+        elif q_t.shape[1] % q_s.shape[1] != 0 and self.relation_heads is None:
             raise ValueError(
                 f"{self.where}: {q_t.shape[1]} heads are not a multiple of {q_s.shape[1]}: pass a head_map"
             )
         return (q_t, k_t, q_s, k_s), dict(lse_t=lse_t, lse_s=lse_s)
+
+    def _regroups(self, relation: Relation) -> bool:
+        return self.relation_heads is not None and relation != "qk"
+
+    def _regrouped(self, tensor: torch.Tensor) -> torch.Tensor:
+        width = tensor.shape[1] * tensor.shape[-1]
+        if width % self.relation_heads:
+            raise ValueError(f"{self.where}: relation_heads={self.relation_heads} must divide {width}, the width of all heads")
+        return relation_heads(tensor, self.relation_heads, "bhnd")
 
     def has_same_keys(self, cache: RowCache) -> bool:
         """Both attend to the same keys, so that their LSEs are those of the KL."""
@@ -195,7 +208,8 @@ class Pair:
         """Scales, softcaps and sinks. Only the attention itself has sinks."""
         options: dict[str, Any] = {}
         for side, layer in ("t", self.t), ("s", self.s):
-            dim = layer.operand(relation[0]).shape[-1]
+            operand = layer.operand(relation[0])
+            dim = operand.shape[1] * operand.shape[-1] / self.relation_heads if self._regroups(relation) else operand.shape[-1]
             scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(dim), 0.0)
             options[f"softmax_scale_{side}"] = scale / temperature
             options[f"softcap_{side}"] = softcap / temperature

@@ -157,7 +157,7 @@ static void index_reduce_states(const index_tile *x, bool with_teacher)
     {
         index_load_keys(x, &keys);
         if (with_teacher)
-            group_logits(t, &keys);
+            teacher_logits(t, &keys);
         for (int64_t panel = 0; panel < panel_count(t); panel++) {
             const visibility seen = panel_visibility(t, panel, &keys);
             if (seen == HIDDEN)
@@ -179,7 +179,7 @@ static void finish_entropy(const index_tile *x, int64_t i, float kl)
     const tile *const t = &x->base;
     const tile for_entropy = entropy_tile(x);
     const skl_rows *const rows = &t->task->call->rows;
-    const bool lse_given = t->task->call->inputs.lse_t.data != NULL;
+    const bool lse_given = t->task->call->inputs.lse_t.data != NULL || skl_is_pooled(t->task->problem);
     const row_sums sums = sums_of(t, i);
     const row_sums entropy_total = sums_of(&for_entropy, i);
     const float entropy = row_entropy(&entropy_total);
@@ -200,8 +200,9 @@ static void index_forward(const skl_task *task)
     index_load_student(&x);
     const bool with_teacher = !skl_only_lse_s(call);
     if (with_teacher) {
+        const tile of_keys = teacher_tile(t);
         load_teacher_queries(t);
-        group_lse(t);
+        group_lse(&of_keys);
     }
     index_reduce_states(&x, with_teacher);
     for (int64_t i = 0; !with_teacher && i < t->count; i++) {
@@ -227,7 +228,7 @@ static void index_forward(const skl_task *task)
 static void index_gradients(const index_tile *x, const key_tile *keys, bool kl)
 {
     const tile *const t = &x->base;
-    group_logits(t, keys);
+    teacher_logits(t, keys);
     for (int64_t panel = 0; panel < panel_count(t); panel++) {
         const visibility seen = panel_visibility(t, panel, keys);
         if (seen == HIDDEN) {
@@ -372,7 +373,8 @@ static void index_backward_keys(const skl_task *task)
     index_begin(&x, task, 0, 0);
     const tile *const t = &x.base;
     const skl_side student = t->student;
-    const int64_t key_rows = task->problem->packed ? t->sequence.key_count : task->problem->len_k;
+    const skl_problem *const p = task->problem;
+    const int64_t key_rows = p->packed ? t->sequence.key_count : skl_student_keys(p, p->len_k);
     const int64_t block_first = task->tile * KEY_BLOCK;
     const int64_t row_end = skl_min(block_first + KEY_BLOCK, key_rows);
     const int64_t block_end = skl_min(row_end, t->sequence.key_count);

@@ -21,7 +21,8 @@ typedef struct sparse_row {
     int64_t group_size, heads; /* teacher heads, index heads */
     int64_t head, i;           /* student head, query */
     bool relu, reverse;
-    skl_range visible, active; /* keys; of those in use: all visible ones, or those of a key block */
+    skl_range seen;            /* keys of the teacher */
+    skl_range visible, active; /* keys, or blocks; of those in use: all visible ones, or those of a key block */
     const int32_t *indices;
     int64_t next;          /* entry of `indices` */
     int64_t count;         /* keys in the block */
@@ -39,6 +40,8 @@ typedef struct sparse_row {
     float *transposed_dots; /* dots of a panel of heads: [INDEX_BLOCK][PANEL] */
     float *z, *dots;        /* logits of the heads: [group_size][INDEX_BLOCK], [G][INDEX_BLOCK] */
     float *x, *y, *dy;      /* [INDEX_BLOCK] */
+    int32_t *part_keys;     /* pooled teacher: [INDEX_BLOCK], keys of one block, ... */
+    float *part_x;          /* ... and their logits */
     float *dq;              /* [G][padded] */
     float *dk_block, *dk;   /* [INDEX_BLOCK][padded], [KEY_BLOCK][padded] */
 } sparse_row;
@@ -65,6 +68,8 @@ static float *sparse_lay_out(sparse_row *r, const skl_problem *p, float *scratch
     r->dots = cut(&scratch, heads * INDEX_BLOCK);
     r->x = cut(&scratch, INDEX_BLOCK);
     r->y = cut(&scratch, INDEX_BLOCK);
+    r->part_keys = (int32_t *)(void *)cut(&scratch, INDEX_BLOCK);
+    r->part_x = cut(&scratch, INDEX_BLOCK);
     r->dy = cut(&scratch, INDEX_BLOCK);
     r->dq = cut(&scratch, heads * width_s);
     r->dk_block = cut(&scratch, INDEX_BLOCK * width_s);
@@ -103,7 +108,8 @@ static void sparse_begin(sparse_row *r, const skl_task *task)
 /* Starts a row. Of its indices, keys outside [begin, end) are ignored. */
 static void sparse_row_begin(sparse_row *r, int64_t head, int64_t i, int64_t begin, int64_t end)
 {
-    r->visible = skl_visible(r->task->problem, &r->sequence, i);
+    r->seen = skl_visible(r->task->problem, &r->sequence, i);
+    r->visible = skl_pooled_range(r->task->problem, r->seen);
     r->head = head;
     r->i = i;
     r->active.begin = skl_max(r->visible.begin, begin);
@@ -188,13 +194,16 @@ static void teacher_block(sparse_row *r, bool minus_lse)
     }
 }
 
-/* r->x = log mean_h e^z_h */
-static void mean_of_heads(const sparse_row *r)
+/* r->x = log mean_h e^z_h, or max_h z_h */
+static void combine_heads(const sparse_row *r)
 {
     for (int64_t key = 0; key < r->count; key += SKL_LANES) {
         vec m = vec_load(r->z + key);
         for (int64_t h = 1; h < r->group_size; h++)
-            m = vec_max(vec_load(r->z + h * INDEX_BLOCK + key), m);
+            m = larger_or_nan(m, vec_load(r->z + h * INDEX_BLOCK + key));
+        vec_store(r->x + key, m);
+        if (r->task->problem->pool_heads == SKL_POOL_HEADS_MAX)
+            continue;
         vec sum = {0};
         for (int64_t h = 0; h < r->group_size; h++)
             sum += exp_vec(vec_load(r->z + h * INDEX_BLOCK + key) - finite_shift(m));
@@ -268,6 +277,63 @@ static void reduce_block(sparse_row *r)
         r->entropy_sums = row_sums_merge(r->entropy_sums, block_sums(r, a, NULL));
 }
 
+/* Adds the logits of the keys of `part` to the sums of the teacher heads. */
+static void add_head_sums(const sparse_row *part)
+{
+    for (int64_t h = 0; h < part->group_size; h++)
+        part->head_sums[h] = row_sums_merge(part->head_sums[h], block_sums(part, part->z + h * INDEX_BLOCK, NULL));
+}
+
+/* log max_j e^x_j or log sum_j e^x_j of the keys of `part` and, if there are some, of those before. */
+static row_sums pool_part(const sparse_row *part, row_sums before)
+{
+    if (part->task->problem->pool == SKL_POOL_SUM)
+        return row_sums_merge(before, block_sums(part, part->x, NULL));
+    row_sums largest = {before.m_a, 1.0, 0.0, 0.0, 0.0};
+    for (int64_t key = 0; key < part->count; key++)
+        if (!isnan(largest.m_a) && !((double)part->x[key] <= largest.m_a))
+            largest.m_a = (double)part->x[key];
+    return largest;
+}
+
+/* Visits the keys of the blocks of a pooled teacher. With known LSEs r->x = log M_b; else adds to the head sums. */
+static void visit_blocks(sparse_row *r, bool lse_known)
+{
+    const int64_t size = r->task->problem->pool_size;
+    sparse_row part = *r;
+    part.keys = r->part_keys;
+    part.x = r->part_x;
+    for (int64_t n = 0; n < r->count; n++) {
+        const int64_t begin = r->keys[n] * size, end = skl_min(begin + size, r->seen.end);
+        row_sums pooled = row_sums_empty();
+        for (int64_t first = begin; first < end; first += INDEX_BLOCK) {
+            part.count = skl_min(INDEX_BLOCK, end - first);
+            for (int64_t key = 0; key < part.count; key++)
+                part.keys[key] = (int32_t)(first + key);
+            teacher_block(&part, lse_known);
+            if (!lse_known) {
+                add_head_sums(&part);
+                continue;
+            }
+            combine_heads(&part);
+            pooled = pool_part(&part, pooled);
+        }
+        r->x[n] = row_lse(pooled.m_a, pooled.l_a);
+    }
+    r->qT_first = part.qT_first;
+}
+
+/* r->x = logarithms of the teacher's target for the keys, or blocks, in r->keys. */
+static void sparse_teacher(sparse_row *r)
+{
+    if (skl_is_pooled(r->task->problem)) {
+        visit_blocks(r, true);
+        return;
+    }
+    teacher_block(r, true);
+    combine_heads(r);
+}
+
 /* LSEs of the teacher heads: the caller's if given, else computed over the keys in `indices`. */
 static void sparse_lse(sparse_row *r)
 {
@@ -280,9 +346,12 @@ static void sparse_lse(sparse_row *r)
     if (given->data != NULL)
         return;
     while (next_block(r)) {
+        if (skl_is_pooled(r->task->problem)) {
+            visit_blocks(r, false);
+            continue;
+        }
         teacher_block(r, false);
-        for (int64_t h = 0; h < r->group_size; h++)
-            r->head_sums[h] = row_sums_merge(r->head_sums[h], block_sums(r, r->z + h * INDEX_BLOCK, NULL));
+        add_head_sums(r);
     }
     r->next = 0;
     for (int64_t h = 0; h < r->group_size; h++)
@@ -307,9 +376,10 @@ static void set_rows(const sparse_row *r)
     const float lse_a = row_lse(r->sums.m_a, r->sums.l_a);
     const float lse_b = row_lse(r->sums.m_b, r->sums.l_b);
     const float lse_t = r->reverse ? lse_b : lse_a;
+    const bool lse_given = call->inputs.lse_t.data != NULL || skl_is_pooled(r->task->problem);
     set_kl_and_entropy(r);
     skl_row_set(&call->rows.lse_s, &r->sequence, r->head, r->i, r->reverse ? lse_a : lse_b);
-    skl_row_set(&call->rows.mass, &r->sequence, r->head, r->i, skl_mass(lse_t, call->inputs.lse_t.data != NULL));
+    skl_row_set(&call->rows.mass, &r->sequence, r->head, r->i, skl_mass(lse_t, lse_given));
     for (int64_t h = 0; h < r->group_size; h++)
         skl_row_set(&call->rows.lse_t, &r->sequence, r->head * r->group_size + h, r->i,
                     lse_t == -INFINITY ? lse_t : r->lse_t[h] + lse_t);
@@ -328,10 +398,8 @@ static void sparse_forward(const skl_task *task)
         if (with_teacher)
             sparse_lse(&r);
         while (next_block(&r)) {
-            if (with_teacher) {
-                teacher_block(&r, true);
-                mean_of_heads(&r);
-            }
+            if (with_teacher)
+                sparse_teacher(&r);
             student_block(&r);
             if (!with_teacher)
                 memcpy(r.x, r.y, INDEX_BLOCK * sizeof *r.x); /* without the teacher, the student takes both places */

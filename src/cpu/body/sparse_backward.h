@@ -32,8 +32,7 @@ static void sparse_load_known(sparse_row *r)
 static void sparse_gradients(sparse_row *r)
 {
     const float c = r->grad * r->student.scale;
-    teacher_block(r, true);
-    mean_of_heads(r);
+    sparse_teacher(r);
     student_block(r);
     for (int64_t key = 0; key < r->count; key += SKL_LANES) {
         const vec log_p = vec_load(r->x + key);
@@ -118,7 +117,8 @@ static void sparse_backward_keys(const skl_task *task)
     sparse_row r;
     sparse_begin(&r, task);
     const skl_side *const s = &r.student;
-    const int64_t key_rows = task->problem->packed ? r.sequence.key_count : task->problem->len_k;
+    const skl_problem *const p = task->problem;
+    const int64_t key_rows = p->packed ? r.sequence.key_count : skl_student_keys(p, p->len_k);
     const int64_t first = task->tile * KEY_BLOCK;
     const int64_t end = skl_min(first + KEY_BLOCK, key_rows);
     if (end <= first)

@@ -39,9 +39,11 @@ typedef struct tile {
     int64_t height;     /* queries of a tile that is not the last */
     bool reverse;
 
-    skl_range *visible;   /* [height]; rows from `count` on repeat the last one */
-    float *shifts;        /* m_a, m_b: [2][height] */
-    double *sums;         /* l_a, l_b, w: [3][height] */
+    skl_range
+        *visible;    /* [height]; rows from `count` on repeat the last one; with a pooled teacher, blocks of keys */
+    skl_range *seen; /* [height]: keys of the teacher */
+    float *shifts;   /* m_a, m_b: [2][height] */
+    double *sums;    /* l_a, l_b, w: [3][height] */
     float *lse_t, *lse_s; /* [group_size][height], [height] */
     float *grad, *kl;
     float *dot_t;     /* [group_size][height] */
@@ -53,6 +55,8 @@ typedef struct tile {
     float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
     float *k_t, *k_s;   /* keys as rows: [TILE_K][padded] or [KEY_BLOCK][padded] */
     float *x, *y;       /* logits: [panel][TILE_K][PANEL] */
+    float *key_x;       /* logits of the teacher's keys, same shape as x */
+    float *block_sum;   /* pooled teacher: sums over the keys of a block, same shape as x */
     float *sum;         /* of the probabilities of a teacher group, same shape as x */
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
     uint16_t *g_rows;   /* on a matrix unit: those of one side rounded to bf16, [TILE_K][height], ... */
@@ -97,6 +101,10 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     const int64_t width_s = padded(p->dim_s);
     t->height = height;
     t->visible = (skl_range *)(void *)cut(&scratch, height * (int64_t)(sizeof(skl_range) / sizeof(float)));
+    const int64_t pooled = skl_is_pooled(p) ? 1 : 0;
+    skl_range *const seen =
+        (skl_range *)(void *)cut(&scratch, pooled * height * (int64_t)(sizeof(skl_range) / sizeof(float)));
+    t->seen = pooled ? seen : t->visible;
     t->shifts = cut(&scratch, 2 * height);
     t->sums = cut_doubles(&scratch, 3 * height);
     t->lse_t = cut(&scratch, group_size * height);
@@ -115,6 +123,9 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->k_s = cut(&scratch, KEY_BLOCK * width_s);
     t->x = cut(&scratch, height * TILE_K);
     t->y = cut(&scratch, height * TILE_K);
+    float *const key_x = cut(&scratch, pooled * height * TILE_K);
+    t->key_x = pooled ? key_x : t->x;
+    t->block_sum = cut(&scratch, pooled * height * TILE_K);
     t->sum = cut(&scratch, skl_has_teacher_groups(p) ? height * TILE_K : 0);
     t->g_t = cut(&scratch, height * TILE_K);
     t->g_s = cut(&scratch, height * TILE_K);
@@ -199,9 +210,11 @@ static void tile_begin(tile *t, const skl_task *task, int64_t head, int64_t firs
     t->count = skl_max(0, skl_min(t->height, t->sequence.query_count - first));
     t->reverse = p->direction == SKL_KL_REVERSE;
     for (int64_t i = 0; i < t->height; i++) {
-        t->visible[i] = i < t->count || i == 0 ? skl_visible(p, &t->sequence, first + i) : t->visible[i - 1];
+        t->seen[i] = i < t->count || i == 0 ? skl_visible(p, &t->sequence, first + i) : t->seen[i - 1];
+        t->visible[i] = skl_pooled_range(p, t->seen[i]);
         t->zero[i] = 0.0F;
     }
+    t->sequence.key_count = skl_student_keys(p, t->sequence.key_count);
 }
 
 static void load_teacher_queries(const tile *t)

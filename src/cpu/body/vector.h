@@ -64,6 +64,12 @@ SKL_INLINE vec vec_max(vec a, vec b)
     return vec_select(a > b, a, b);
 }
 
+/* max(a, b); NaN if one of them is. */
+SKL_INLINE vec larger_or_nan(vec a, vec b)
+{
+    return vec_select((ivec)(b <= a) | (ivec)(a != a), a, b);
+}
+
 SKL_INLINE bool ivec_any(ivec mask)
 {
     int32_t any = 0;
@@ -148,7 +154,7 @@ SKL_INLINE vec exp_in_range(vec x)
 #endif
 
 /* Logarithm of a positive normal number: ln 2 times the exponent plus the odd series of (m - 1) / (m + 1) on
- * [1/sqrt 2, sqrt 2]. */
+ * [1/sqrt 2, sqrt 2]. NaN for NaN, whose bits the series would read as a number. */
 SKL_INLINE vec log_vec(vec x)
 {
     const ivec exponent = (ivec)((uvec)x - 0x3F3504F3U) >> 23; /* relative to 1/sqrt 2 */
@@ -159,7 +165,7 @@ SKL_INLINE vec log_vec(vec x)
     p = horner(p, s, 0.57671438F);
     p = horner(p, s, 0.96179885F);
     p = horner(p, s, 2.88539008F);
-    return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2;
+    return vec_fma(p, t, __builtin_convertvector(exponent, vec)) * SKL_LN2 + (x - x);
 }
 
 /* Logarithm of any number: -inf for 0, NaN below it. Subnormal numbers count as 0, as in the products of matrix
