@@ -589,7 +589,8 @@ static void run_states(const call *c, byte_source *source)
     skl_rows rows = c->rows;
     rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
     expect(c, skl_states_finish(c->plan, &c->in, c->states, &rows, NULL));
-    (void)skl_states_finish(c->plan, NULL, c->states, &rows, NULL);
+    if (!c->spoiled) /* without inputs, the call cannot see that an output lies on the queries */
+        (void)skl_states_finish(c->plan, NULL, c->states, &rows, NULL);
 }
 
 static void run_simple(const call *c, const skl_options *options, const skl_problem *problem)

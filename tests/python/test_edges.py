@@ -117,6 +117,22 @@ def test_an_input_of_one_model_only(only, name, value, accepted):
             check_same_input(teacher, student)
 
 
+def test_inputs_that_are_not_compared_hide_no_others():
+    labels = capture(labels=IDS)
+    check_same_input(labels, capture(labels=IDS + 1))
+    with pytest.raises(ValueError, match="the teacher ran on another attention_mask"):
+        check_same_input(labels, capture(labels=IDS, attention_mask=MASK))
+
+
+def test_models_that_read_different_inputs():
+    embeds = capture()
+    embeds.step.arguments = lambda: dict(inputs_embeds=torch.zeros(2, 3, 4))
+    for teacher, student in (capture(), embeds), (embeds, capture()):
+        with pytest.raises(ValueError, match="which cannot be compared"):
+            check_same_input(teacher, student)
+    check_same_input(embeds, embeds)
+
+
 def test_the_weight_of_the_kl_in_evaluation(tmp_path):
     """Batches of 2, 2 and 1 sequences of one length: the means over rows and over sequences are equal."""
     data = [dict(input_ids=each, labels=each.clone()) for each in batch(size=5, length=12)["input_ids"]]
