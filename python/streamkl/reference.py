@@ -88,7 +88,7 @@ class Rows(NamedTuple):
 class Pooling(NamedTuple):
     """How the teacher is pooled over blocks of keys, the last dimension of x."""
 
-    pool: tuple[str, int] | None = None
+    pool: tuple[str, int] = ("none", 0)
     heads: str = "mean"
     blocks: str = "complete"
 
@@ -127,7 +127,7 @@ def rows_of_logits(x, y, visible, lse_t, reverse, seen=None, pooling=Pooling()) 
     normaliser = own_lse if lse_t is None else torch.where(attending_t, lse_t.to(x.dtype), own_lse)
     log_p = torch.where(seen_t, x_safe - normaliser[..., None], 0.0).unflatten(0, (heads_s, group_size))
     log_p = log_p.amax(1) if pooling.heads == "max" else log_p.logsumexp(1) - math.log(group_size)
-    if pooling.pool is not None:
+    if pooling.pool[1] > 0:
         log_p = torch.where(visible, pooling(torch.where(seen, log_p, -torch.inf), y.shape[-1]), 0.0)
     # Under an LSE of more keys the teacher is conditional on the visible keys, which hold `mass` of its attention.
     log_mass = torch.where(visible, log_p, -torch.inf).masked_fill(~attending[..., None], 0.0).logsumexp(-1)
@@ -161,7 +161,7 @@ def sequence_indexer_kl(
         "hgij,hig->hij", dots, w_s
     )
     seen = None
-    if pooling.pool is not None:
+    if pooling.pool[1] > 0:
         seen, visible = visible, pooling.visible(visible, y.shape[-1])
     if indices is not None and y.shape[-1]:  # nothing can be gathered if there are no keys
         gathered = indices.long().clamp(min=0)
@@ -268,7 +268,7 @@ def indexer_kl(q_t, k_t, q_s, k_s, w_s, indices=None, *, return_rows=False, **op
     )
     len_q, reverse = q_t.shape[-2], asked.direction == "reverse"
     logits_of = (asked.softmax_scale_t, asked.softmax_scale_s, asked.softcap_t, asked.relu)
-    pooling = Pooling(asked.pool, asked.pool_heads, asked.pool_blocks)
+    pooling = Pooling(asked.pool or ("none", 0), asked.pool_heads, asked.pool_blocks)
     rows = []
     for b, q, k, visible in sequences(q_t, k_t, asked):
         of_rows = (None if t is None else t[b][:, q] for t in (w_s, indices, asked.lse_t))

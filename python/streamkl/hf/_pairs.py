@@ -179,8 +179,9 @@ class Pair:
         use_lses = relation == "qk" and temperature == 1.0 and self.has_same_keys(cache)
         lse_t, lse_s = (self.t.lse, self.s.lse) if use_lses else (None, None)
         lse_t = None if lse_t is None else lse_t.to(q_s.device)
-        if self._regroups(relation):
-            q_t, k_t, q_s, k_s = map(self._regrouped, (q_t, k_t, q_s, k_s))
+        heads = self._new_heads(relation)
+        if heads is not None:
+            q_t, k_t, q_s, k_s = (self._regrouped(tensor, heads) for tensor in (q_t, k_t, q_s, k_s))
         elif self.heads is not None:
             maps.check_heads(self.heads, q_t.shape[1], q_s.shape[1], self.where)
             q_t, k_t, lse_t = maps.select_heads(list(self.heads.values()), q_t, k_t, lse_t)
@@ -191,14 +192,15 @@ class Pair:
             )
         return (q_t, k_t, q_s, k_s), dict(lse_t=lse_t, lse_s=lse_s)
 
-    def _regroups(self, relation: Relation) -> bool:
-        return self.relation_heads is not None and relation != "qk"
+    def _new_heads(self, relation: Relation) -> int | None:
+        """Into how many heads a relation is regrouped; None: it keeps its own."""
+        return None if relation == "qk" else self.relation_heads
 
-    def _regrouped(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _regrouped(self, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         width = tensor.shape[1] * tensor.shape[-1]
-        if width % self.relation_heads:
-            raise ValueError(f"{self.where}: relation_heads={self.relation_heads} must divide {width}, the width of all heads")
-        return relation_heads(tensor, self.relation_heads, "bhnd")
+        if width % heads:
+            raise ValueError(f"{self.where}: relation_heads={heads} must divide {width}, the width of all heads")
+        return relation_heads(tensor, heads, "bhnd")
 
     def has_same_keys(self, cache: RowCache) -> bool:
         """Both attend to the same keys, so that their LSEs are those of the KL."""
@@ -209,7 +211,8 @@ class Pair:
         options: dict[str, Any] = {}
         for side, layer in ("t", self.t), ("s", self.s):
             operand = layer.operand(relation[0])
-            dim = operand.shape[1] * operand.shape[-1] / self.relation_heads if self._regroups(relation) else operand.shape[-1]
+            heads = self._new_heads(relation)
+            dim = operand.shape[-1] if heads is None else operand.shape[1] * operand.shape[-1] / heads
             scale, softcap = (layer.scale, layer.softcap) if relation == "qk" else (1 / math.sqrt(dim), 0.0)
             options[f"softmax_scale_{side}"] = scale / temperature
             options[f"softcap_{side}"] = softcap / temperature
