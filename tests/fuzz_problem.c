@@ -589,7 +589,7 @@ static void run_states(const call *c, byte_source *source)
     skl_rows rows = c->rows;
     rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
     expect(c, skl_states_finish(c->plan, &c->in, c->states, &rows, NULL));
-    if (!c->spoiled) /* without inputs, the call cannot see that an output lies on the queries */
+    if (!c->spoiled) /* without inputs, the call cannot see that an output is on the queries */
         (void)skl_states_finish(c->plan, NULL, c->states, &rows, NULL);
 }
 
