@@ -19,6 +19,7 @@ from ._layers import Kind, Layer, towers_of
 from ._pair_proof import prove_pair
 from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
 from ._parameters import reach_everything
+from ._weights import HeadWeight, Weights
 
 
 class AttentionDistiller:
@@ -60,6 +61,11 @@ class AttentionDistiller:
         temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the
             gradients.
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
+        row_weight: how the rows of a head count in its mean. ``"far:512"``: by the teacher's attention to keys at least 512 tokens
+            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. ``"kl"``: by their KL, without its gradient,
+            which takes one more forward. Default: all rows count the same.
+        head_weight: weight of each student head, in every layer or as ``{student layer: weights}``; 1 where a layer is left
+            out.
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100): that of
             their own position, or the next one in a causal language model.
         sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows,
@@ -101,6 +107,8 @@ class AttentionDistiller:
         relation_heads: int | None = None,
         temperature: float = 1.0,
         layer_weight: Mapping[int, float] | None = None,
+        row_weight: str | None = None,
+        head_weight: HeadWeight | None = None,
         rows: Literal["all", "labels"] = "all",
         sample_rows: float = 1,
         fused: bool = False,
@@ -142,6 +150,7 @@ class AttentionDistiller:
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
+        self._weights = Weights(row_weight, head_weight)
         if parallel is not None and (parallel.tensor_group is not None or parallel.loss_group is not None):
             raise ValueError("parallel: a distiller takes context_group alone, no tensor_group and no loss_group")
         self._asked_parallel = parallel or Parallel()
@@ -220,7 +229,7 @@ class AttentionDistiller:
 
         Args:
             labels: as the student takes them, for ``rows="labels"``, if it did not receive them.
-            row_weight: weight of every row in the mean, ``[batch, len_q]``.
+            row_weight: weight of every row in the mean, ``[batch, len_q]``, on top of that of the distiller.
             sample_rows: the share of the rows for this loss, also in eval mode. Default: that of the distiller.
         """
         return self._mean_of_layers(self.losses(labels=labels, row_weight=row_weight, sample_rows=sample_rows))
@@ -247,13 +256,16 @@ class AttentionDistiller:
 
     def _losses(self, labels, row_weight, share) -> dict[int, torch.Tensor]:
         pairs, parallel = self.pairs(), self.parallel()
-        weight = self._row_weight(labels, row_weight)
+        given = self._row_weight(labels, row_weight)
         cache = RowCache(self._share(share))
         if parallel and cache.share < 1:
             raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
+        if parallel and self._weights.rows is not None:
+            raise ValueError(f"row_weight={self._weights.rows!r}: must be None under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
         self._last = {}
         for (i, j), pair in pairs.items():
+            weight = self._weights.of(i, pair, given, self.direction, cache)
             if not parallel:
                 self._prove_pair((i, j), pair, cache)
             may_carry = self.fused and not parallel and cache.share == 1
