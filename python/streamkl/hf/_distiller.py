@@ -60,7 +60,8 @@ class AttentionDistiller:
             that the numbers of heads of the models may differ. Default: the heads of the models.
         temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the
             gradients.
-        layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
+        layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out. A layer of weight 0 is not
+            compared.
         row_weight: how the rows of a head count in its mean. ``"far:512"``: by the teacher's attention to keys at least 512 tokens
             away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. ``"kl"``: by their KL, without its gradient,
             which takes one more forward. Default: all rows count the same.
@@ -264,7 +265,8 @@ class AttentionDistiller:
             raise ValueError(f"row_weight={self._weights.rows!r}: must be None under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
         self._last = {}
-        for (i, j), pair in pairs.items():
+        counted = {key: pair for key, pair in pairs.items() if self.layer_weight.get(key[0], 1) > 0}
+        for (i, j), pair in (counted or pairs).items():
             weight = self._weights.of(i, pair, given, self.direction, cache)
             if not parallel:
                 self._prove_pair((i, j), pair, cache)

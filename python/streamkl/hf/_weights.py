@@ -8,12 +8,12 @@ from typing import Any, Union
 import torch
 
 from .._options import Direction
+from .._row_weight import parse_row_weight
 from ..stats import attention_stats
 from ._pairs import Pair, RowCache
 
 HeadWeight = Union[Sequence[float], Mapping[int, Sequence[float]]]
 
-FAR = 256  # tokens, the default of "far"
 # Decoders rest their attention on the first tokens of a sequence: that is no look at something far away.
 FIRST_KEYS = 4
 ROUNDING = 1e-4  # a share of the attention below this is the rounding of two LSEs
@@ -23,7 +23,7 @@ class Weights:
     """The weights of an AttentionDistiller's rows and heads."""
 
     def __init__(self, row_weight: str | None, head_weight: HeadWeight | None) -> None:
-        self.rows, self.distance = _parsed(row_weight)
+        self.rows, self.distance = parse_row_weight(row_weight)
         by_layer = head_weight if isinstance(head_weight, Mapping) else {None: head_weight}
         self._heads = {layer: _checked(head_weight, weights) for layer, weights in by_layer.items() if weights is not None}
 
@@ -49,16 +49,6 @@ class Weights:
             chosen = heads if pair.heads is None else [heads[head] for head in pair.heads]
             product = product * torch.tensor(chosen, device=pair.s.q.device)[:, None].expand(batch, -1, length)
         return product
-
-
-def _parsed(row_weight: str | None) -> tuple[str | None, int]:
-    """(kind, distance)"""
-    kind, colon, distance = (row_weight or "").partition(":") if isinstance(row_weight, (str, type(None))) else ("?", "", "")
-    if kind == "far" and (not colon or (distance.isdecimal() and int(distance) >= 1)):
-        return kind, int(distance or FAR)
-    if kind not in ("", "kl") or colon:
-        raise ValueError(f"row_weight={row_weight!r}: must be 'far', 'far:TOKENS' or 'kl'")
-    return kind or None, FAR
 
 
 def _checked(asked: Any, weights: Any) -> list[float]:
