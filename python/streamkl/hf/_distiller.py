@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from .._carried import Slot
 from .._options import Direction, Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
+from ._adapters import adapters_are_off, base_model, peft_model
 from ._capture import Capture, Verify
 from ._context import active_region, parallel_of
 from ._inputs import check_packing, check_same_input, run_teacher
@@ -39,7 +41,8 @@ class AttentionDistiller:
 
     Args:
         teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It runs in eval mode until
-            `detach()` and receives no gradients.
+            `detach()` and receives no gradients. None: the base model of a PEFT student, such as one with LoRA, which runs
+            with the adapters off and takes no memory of its own.
         student: the same for the student, which reads the same tokens.
         layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``,
             ``{student: [teacher, ...]}``, or a sequence with one entry per student layer. A layer is its number among the
@@ -96,7 +99,7 @@ class AttentionDistiller:
 
     def __init__(
         self,
-        teacher: torch.nn.Module,
+        teacher: torch.nn.Module | None,
         student: torch.nn.Module,
         *,
         layer_map: maps.LayerMap | None = None,
@@ -121,12 +124,18 @@ class AttentionDistiller:
     ) -> None:
         needs_values = "vv" in relations
         check_choice("verify", verify, ("first", "always", "never"))
-        self.teacher = Capture(teacher, "teacher", needs_values, verify=verify)
+        self._shares_model = teacher is None
+        self.teacher = Capture(peft_model(student) if teacher is None else teacher, "teacher", needs_values, verify=verify)
         self.student = Capture(student, "student", needs_values, carries=fused, verify=verify)
         self.student.drop = self.drop
-        self.teacher.must_be_eval = True
-        if self.teacher.model is self.student.model:
-            raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
+        self.teacher.must_be_eval = not self._shares_model
+        if self._shares_model:
+            self.teacher.takes = partial(adapters_are_off, self.student.model)
+            self.student.takes = lambda: not self.teacher.takes()
+            self.teacher.running = partial(base_model, peft_model(student))
+        elif self.teacher.model is self.student.model:
+            raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one, and "
+                             "teacher=None is the base model of a PEFT student")  # fmt: skip
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
         check_flags(check_input=check_input, fused=fused, fused_values=fused_values)
         check_choice("direction", direction, ("forward", "reverse"))
@@ -152,6 +161,8 @@ class AttentionDistiller:
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
         self._weights = Weights(row_weight, head_weight)
+        if relation_heads is not None and (row_weight is not None or head_weight is not None):
+            raise ValueError(f"relation_heads={relation_heads}: needs row_weight=None and head_weight=None, which weight heads")
         if parallel is not None and (parallel.tensor_group is not None or parallel.loss_group is not None):
             raise ValueError("parallel: a distiller takes context_group alone, no tensor_group and no loss_group")
         self._asked_parallel = parallel or Parallel()
@@ -186,7 +197,8 @@ class AttentionDistiller:
     def attach(self) -> AttentionDistiller:
         """Start to record queries and keys. May be nested: the last detach() counts."""
         if self._depth == 0:
-            self._modes = {module: module.training for module in self.teacher.model.modules()}
+            modules = () if self._shares_model else self.teacher.model.modules()
+            self._modes = {module: module.training for module in modules}
             self.teacher.attach()
             self.student.attach()
         self._depth += 1
