@@ -225,7 +225,7 @@ class Run:
 
     def train(self) -> None:
         options, begin = self.options, time.monotonic() - self.seconds
-        log = Log(self.out, [*self.history, *map(_held_out, self.measured)], options.tensorboard, self._is_main)
+        log = Log(options, [*self.history, *map(_held_out, self.measured)], self.accelerator)
         with self.objective.attached(), log, tqdm(
             total=options.steps, initial=self.step, desc="distil", disable=not self._is_main, unit="step", dynamic_ncols=True
         ) as bar:  # fmt: skip

@@ -40,8 +40,10 @@ def _option(
 class Options:
     """Options of ``streamkl-distill``; ``student_layers`` is ``--student-layers`` there, and ``student-layers`` in TOML."""
 
-    teacher: str = _option("", "folder of the teacher, as save_pretrained writes it")
-    student: str = _option("", "folder of the student; without it, one is made from the teacher")
+    teacher: str = _option(
+        "", "the teacher: a folder as save_pretrained writes it, a .gguf file, or an id of the Hugging Face Hub"
+    )
+    student: str = _option("", "the student, the same way; without it, one is made from the teacher")
     student_layers: int = _option(0, "layers of a student made from the teacher; 0: as many as the teacher", int)
     student_heads: int = _option(0, "its attention heads; 0: as many as the teacher", int)
     student_key_heads: int = _option(0, "its key and value heads; 0: in proportion to its heads", int)
@@ -50,7 +52,7 @@ class Options:
     )
     init_heads: str = _option("mean", "its heads start as the mean of neighbouring teacher heads, or pick the first of them",
                               choices=("mean", "pick"))  # fmt: skip
-    tokenizer: str = _option("", "folder of the tokenizer; default: the teacher's", affects=False)
+    tokenizer: str = _option("", "the tokenizer, the same way; default: the teacher's", affects=False)
     out: str = _option("distilled", "folder for checkpoint, model, report and logs", affects=False)
 
     data: list[str] = _option(
@@ -128,7 +130,8 @@ class Options:
         100, "steps between checkpoints; 0: only when the run ends or is stopped", affects=False
     )
     log_every: int = _option(1, "steps between lines of log.jsonl", affects=False)
-    tensorboard: bool = _option(False, "also write TensorBoard logs to OUT/tensorboard", affects=False)
+    track: list[str] = _option((), "also log to these trackers of accelerate, such as tensorboard (in OUT/streamkl-distill) and wandb",
+                               str, many=True, affects=False)  # fmt: skip
     resume: bool = _option(False, "continue from the checkpoint in OUT", affects=False)
     overwrite: bool = _option(False, "replace an earlier run in OUT", affects=False)
     dry_run: bool = _option(
@@ -141,7 +144,9 @@ class Options:
     def check(self) -> Options:
         """Every rule about single options. Returns itself."""
         if not self.teacher:
-            raise UserError("--teacher: is missing: the folder of a transformers model")
+            raise UserError(
+                "--teacher: is missing: the folder of a transformers model, a .gguf file or an id of the Hugging Face Hub"
+            )
         if not self.data:
             raise UserError("--data: is missing: one or more files with text or tokens")
         for name, (least, most) in _RANGES.items():
@@ -232,7 +237,7 @@ _ALIASES = {
     "--lr": "rate", "--learning-rate": "rate", "--batch-size": "batch", "--per-device-train-batch-size": "batch",
     "--gradient-accumulation-steps": "accumulate", "--max-steps": "steps", "--seq-len": "context", "--seq-length": "context",
     "--max-length": "context", "--output": "out", "--output-dir": "out", "--warmup-ratio": "warmup",
-    "--max-grad-norm": "clip", "--eval-steps": "eval_every", "--save-steps": "checkpoint_every",
+    "--max-grad-norm": "clip", "--report-to": "track", "--eval-steps": "eval_every", "--save-steps": "checkpoint_every",
 }  # fmt: skip
 
 
@@ -277,8 +282,9 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
     )
     for alias, name in _ALIASES.items():
         if names is None or name in names:
-            kind = Options.__dataclass_fields__[name].metadata["kind"]
-            parser.add_argument(alias, dest=name, type=kind, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+            about = Options.__dataclass_fields__[name].metadata
+            parser.add_argument(alias, dest=name, type=about["kind"], nargs="+" if about["many"] else None,
+                                help=argparse.SUPPRESS, default=argparse.SUPPRESS)  # fmt: skip
     for f in dataclasses.fields(Options):
         if names is not None and f.name not in names:
             continue
@@ -292,7 +298,7 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
             name = "N" if about["kind"] is int else "X"
             parser.add_argument(flag, type=partial(_numbers, about["kind"]), metavar=f"{name},{name},...", **common)
         elif about["many"]:
-            parser.add_argument(flag, nargs="+", metavar="FILE", **common)
+            parser.add_argument(flag, nargs="+", metavar="NAME" if f.name == "track" else "FILE", **common)
         else:
             words = {"row_weight": "HOW"}
             metavar = (
