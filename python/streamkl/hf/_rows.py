@@ -59,13 +59,11 @@ class Rows:
         packed = None if weight is None else self._pack_weight(weight)
         if self.attending is None:
             return dict(row_weight=packed), None
-        total = self.attending.sum() if weight is None else self._total(weight)
+        attending = self.attending
+        if weight is not None:
+            attending = attending * (weight if weight.dim() == 2 else weight.mean(1)).flatten()
+        total = attending.sum()
         return dict(row_weight=packed, reduction="sum"), 1 / (self.share * heads * torch.where(total == 0, 1, total))
-
-    def _total(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of all rows that attend to a key, of the mean head."""
-        of_rows = weight if weight.dim() == 2 else weight.mean(1)
-        return (of_rows.flatten() * self.attending).sum()
 
     def pack_queries(self, tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, length, ...] as [heads, tokens, ...]."""

@@ -64,13 +64,14 @@ def _checked(asked: Any, weights: Any) -> list[float]:
 def far_mass(pair: Pair, distance: int, cache: RowCache) -> torch.Tensor:
     """The teacher's attention to keys at least `distance` tokens away, [batch, heads_s, len_q].
 
-    A student head has the mean of its teacher heads. The first keys of a sequence and the sink do not count. All other keys
-    are few, so the time grows with `distance`, not with the length: far = 1 - near - first - sink.
+    A student head has the mean of its teacher heads. The first keys of a sequence and the sink do not count. With a known
+    LSE the time is that of a window of `distance` keys: far = 1 - near - first - sink.
     """
     (q, k, _, _), options, rows = pair.arguments(cache)
-    lse, sink = options["lse_t"], options.get("sink_t")
+    sink = options.get("sink_t")
     asked = {name: value for name, value in options.items() if name[-2:] not in ("_t", "_s")}
     asked |= dict(softmax_scale=options["softmax_scale_t"], softcap=options["softcap_t"], want=("lse",))
+    lse: Any = options["lse_t"]
     lse = attention_stats(q, k, sink=sink, **asked).lse if lse is None else lse
     position, size = _positions(q, k, options)
     begin, end = options.get("key_begin", torch.zeros_like(position)), options.get("key_end", size)
@@ -79,7 +80,8 @@ def far_mass(pair: Pair, distance: int, cache: RowCache) -> torch.Tensor:
     mass = torch.ones_like(lse) if sink is None else 1 - (sink.float()[:, None] - lse).exp()
     for part_begin, part_end in near, first:
         bounds = dict(key_begin=part_begin.int().contiguous(), key_end=part_end.int().contiguous())
-        mass = mass - (attention_stats(q, k, **(asked | bounds)).lse - lse).exp()
+        part: Any = attention_stats(q, k, **(asked | bounds)).lse
+        mass = mass - (part - lse).exp()
     mass = torch.where(lse.isinf(), 0.0, mass)
     heads = pair.s.q.shape[1] if pair.heads is None else len(pair.heads)
     by_row = rows.unpack_rows(mass.unflatten(-2, (heads, -1)).mean(-2), pair.s.q.shape[0], pair.s.q.shape[2])

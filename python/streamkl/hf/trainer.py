@@ -153,7 +153,7 @@ class DistillationMixin(_Trainer):
         is_decoder = self.distiller.student.model.config.is_encoder_decoder and self.distiller.attention != "encoder"
         mask = inputs.get("decoder_attention_mask" if is_decoder else "attention_mask")
         if mask is not None and mask.dim() == 2:
-            return mask.sum()
+            return (mask != 0).sum()  # axolotl's masks number packed sequences
         names = ("decoder_input_ids", "labels") if is_decoder else ("input_ids", "inputs_embeds")
         tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
         return None if tokens is None else torch.tensor(tokens.shape[0] * tokens.shape[1])
