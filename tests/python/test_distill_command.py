@@ -16,11 +16,13 @@ from transformers import AutoModel, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from streamkl.distill import _data as data
+from streamkl.distill import _loop as loop
 from streamkl.distill._checkpoint import to_json
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
 from streamkl.distill._options import Options, Parser, UserError, add_arguments, options_from, read_toml
 from streamkl.distill._student import load_student, load_teacher
 from streamkl.distill.cli import main
+from streamkl.hf import AttentionDistiller
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,36 @@ def test_language_loss_checkpointing_and_samples(folder):
     assert log[0]["loss"] == pytest.approx(log[0]["attention"] + log[0]["output"] + log[0]["language"], rel=1e-5)
 
 
+def test_attention_in_a_first_phase(folder):
+    """Steps after it have no attention KL; held-out measurements of both phases contain it."""
+    assert run(folder, "phase", attention_until=0.5, eval_every=3, needles=0) == 0
+    log = [json.loads(line) for line in (folder / "phase/log.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in log if "attention" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in log if "held_out_attention" in entry] == [3, 6]
+
+
+def test_weights_of_rows_heads_and_layers(folder, monkeypatch):
+    """The attention KL of a step is that of a distiller with these weights."""
+    scores, teachers = {0: [0.0, 0.5], 1: [0.25, 0.75]}, []
+    monkeypatch.setattr(loop, "retrieval_scores", lambda teacher, *_: teachers.append(teacher) or scores)
+    given = dict(row_weight="far:8", head_weight="retrieval", layer_weight="3,0.5", output_weight=0, steps=1)
+    assert run(folder, "weighted", rate=0, batch=1, **given) == 0
+    entry = json.loads((folder / "weighted/log.jsonl").read_text())
+    student = LlamaForCausalLM.from_pretrained(folder / "weighted/student")
+    ids = torch.from_numpy(np.load(folder / "data.npy")[data.order(18, 0, 0, 1)]).long()
+    weights = dict(row_weight="far:8", head_weight=scores, layer_weight={0: 3 * 0.5, 1: 0.5 * 1.0})
+    with AttentionDistiller(teachers[0], student, layer_map=[1, 3], **weights) as distiller, torch.no_grad():
+        student(input_ids=ids)
+        assert entry["attention"] == pytest.approx(distiller.loss().item(), rel=1e-4)
+
+
+def test_a_teacher_that_finds_no_needle(folder, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "retrieval_scores", lambda *_: {0: [0.0, 0.0], 1: [0.0, 0.0]})
+    assert run(folder, "blind", head_weight="retrieval") == 2
+    assert "--head-weight=retrieval: no head of the teacher finds a needle" in capsys.readouterr().err
+
+
 def test_start_context():
     """Lengths double, and each takes half as many steps as the one before."""
     lengths = [Options(context=64, start_context=8, steps=150).length_at(step) for step in range(150)]
@@ -303,6 +335,7 @@ def test_retrieval_counts_the_rows_of_the_teacher():
     assert found["kept"] == dict(attention=[0.75, None, 0.5] + [None] * 5, answers=[0.75, None, 1.0] + [None] * 5)
     assert found["kept_of"] == dict(attention=[4, 0, 2] + [0] * 5, answers=[4, 0, 1] + [0] * 5)
     assert found["missed"] == 2
+    assert retrieval.scores() == {1: [0.75, 0.0]}
     assert found["misses"] == [
         dict(head=[1, 3, 0], depth=0, needle=10, row=53, key=5), dict(head=[1, 3, 0], depth=2, needle=30, row=56, key=7)
     ]  # fmt: skip
@@ -369,6 +402,13 @@ ERRORS = {
     "map heads": (dict(map_heads="0,2"), "--map-heads=[2]: the student has the heads [0, 1]"),
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
     "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
+    "row weight": (dict(row_weight="near"), "--row-weight='near': must be 'far', 'far:TOKENS' or 'kl'"),
+    "head weight": (dict(head_weight="retrieval", needles=0), "--head-weight=retrieval: needs --needles above 0"),
+    "layer weight": (
+        dict(layer_weight="0,0"),
+        "--layer-weight=[0.0, 0.0]: must not be negative, and one must be above 0",
+    ),
+    "layer weights": (dict(layer_weight="1"), "--layer-weight=[1.0]: must have 2 numbers, one per student layer"),
     "TOML": (["--options", "nowhere.toml"], "nowhere.toml: "),
 }
 

@@ -20,18 +20,19 @@ from streamkl.distill import _checkpoint as checkpoints
 from streamkl.distill import _loop as loop
 
 FAST = dict(needles=0, eval_sequences=1)
+HOW = dict(sample_rows=0.5, attention_until=0.5, row_weight="far:8", **FAST)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With the result of a run that nothing interrupts. Half of the rows are drawn at random."""
+    """With the result of a run that nothing interrupts. Half of the rows are drawn at random, in half of the steps."""
     folder = make_teacher(tmp_path_factory.mktemp("resume"))
-    assert run(folder, "whole", sample_rows=0.5, **FAST) == 0
+    assert run(folder, "whole", **HOW) == 0
     return folder
 
 
 def resume(folder, out):
-    assert run(folder, out, "--resume", sample_rows=0.5, **FAST) == 0
+    assert run(folder, out, "--resume", **HOW) == 0
     assert same(folder / "whole", folder / out)
     a, b = (evaluation(folder / each)["after"] for each in ("whole", out))
     assert a == b
@@ -63,7 +64,7 @@ def test_resumes_with_the_same_bits(folder, monkeypatch, step):
     """Checkpoints are written after the steps 2 and 4."""
     with monkeypatch.context() as patched, pytest.raises(Killed):
         stop_at(patched, step, kill)
-        run(folder, f"killed-{step}", sample_rows=0.5, **FAST)
+        run(folder, f"killed-{step}", **HOW)
     resume(folder, f"killed-{step}")
 
 
@@ -83,14 +84,14 @@ def test_ctrl_c_writes_a_checkpoint(folder, monkeypatch, capsys, number):
     out = f"stopped-{number}"
     with monkeypatch.context() as patched:
         stop_at(patched, 2, lambda: os.kill(os.getpid(), number))
-        assert run(folder, out, sample_rows=0.5, **FAST, checkpoint_every=0) == 130
+        assert run(folder, out, **HOW, checkpoint_every=0) == 130
     assert "stopped at step 3 of 6; continue with --resume" in capsys.readouterr().err
-    assert run(folder, out, "--resume", sample_rows=0.5, **FAST, checkpoint_every=0) == 0
+    assert run(folder, out, "--resume", **HOW, checkpoint_every=0) == 0
     assert same(folder / "whole", folder / out)
 
 
 def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
-    assert run(folder, "whole", sample_rows=0.5, **FAST) == 2
+    assert run(folder, "whole", **HOW) == 2
     assert "contains an earlier run: pass --resume to continue it, or --overwrite" in capsys.readouterr().err
 
 
@@ -114,7 +115,7 @@ def test_another_run_is_not_resumed(folder, capsys, option, message):
 
     np.save(folder / "other.npy", np.load(folder / "data.npy")[::-1])
     option = {name: folder / value if name == "data" else value for name, value in option.items()}
-    assert run(folder, "whole", "--resume", sample_rows=0.5, **{**FAST, **option}) == 2
+    assert run(folder, "whole", "--resume", **{**HOW, **option}) == 2
     assert message in capsys.readouterr().err
 
 
@@ -161,7 +162,7 @@ def test_a_failed_write_keeps_the_last_checkpoint(folder, monkeypatch, capsys, w
             patched.setattr(
                 checkpoints.os, "replace", fails(os.replace, PermissionError(errno.EACCES, "Permission denied"))
             )
-        assert run(folder, out, sample_rows=0.5, **FAST) == 2
+        assert run(folder, out, **HOW) == 2
     error = capsys.readouterr().err
     assert f"{checkpoints.NAME}: cannot be written" in error and "Traceback" not in error
     assert ("free some space, then continue with --resume" in error) == (where == "write")
@@ -175,7 +176,7 @@ def test_a_broken_checkpoint_is_refused(folder, capsys):
     whole = (folder / "whole" / checkpoints.NAME).read_bytes()
     for broken in whole[: len(whole) // 2], b"", b"\xff" * 100:
         (out / checkpoints.NAME).write_bytes(broken)
-        assert run(folder, "broken", "--resume", sample_rows=0.5, **FAST) == 2
+        assert run(folder, "broken", "--resume", **HOW) == 2
         error = capsys.readouterr().err
         assert "the checkpoint is broken; start again with --overwrite" in error and "Traceback" not in error
 
@@ -186,7 +187,7 @@ def test_a_foreign_file_is_no_checkpoint(folder, capsys):
     out = folder / "foreign"
     out.mkdir()
     save_file({"a": torch.zeros(1)}, out / checkpoints.NAME)
-    assert run(folder, "foreign", "--resume", sample_rows=0.5, **FAST) == 2
+    assert run(folder, "foreign", "--resume", **HOW) == 2
     assert "is no checkpoint of streamkl-distill" in capsys.readouterr().err
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from hf_models import batch, llama
-from hf_trainer_cases import arguments
+from hf_trainer_cases import TRAINERS, arguments
 
 from streamkl.hf import AttentionDistiller, DistillationTrainer
 
@@ -76,7 +76,45 @@ def test_checkpoint_and_resume(tmp_path):
     assert "streamkl" not in (tmp_path / "whole/checkpoint-2/config.json").read_text()
 
 
+def test_the_kl_ends_early(tmp_path):
+    """After a share of the steps the KL is neither computed nor logged; evaluation measures it."""
+    teacher, data, runs = llama(), dataset(), []
+    teacher.model.register_forward_hook(lambda *_: runs.append(1))
+    options = arguments(tmp_path, max_steps=4, per_device_train_batch_size=4, learning_rate=0.0)
+    trainer = DistillationTrainer(
+        model=llama(), args=options, train_dataset=data, eval_dataset=data, teacher=teacher, kl_until=0.5
+    )
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert ["attention_kl" in entry for entry in entries] == [True, True, False, False] and len(runs) == 2
+    for entry in entries:
+        assert entry["loss"] == pytest.approx(entry["model_loss"] + entry.get("attention_kl", 0), rel=1e-4)
+    assert trainer.evaluate()["eval_attention_kl"] > 0
+
+
+def test_trl_runs_the_teacher_once(tmp_path):
+    """DistillationTrainer of TRL runs its teacher itself, and the KL shares that forward."""
+    pytest.importorskip("trl")
+    sizes = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    trainer, runs = TRAINERS["distillation"](tmp_path, sizes, {}), []
+    trainer.teacher_model.model.register_forward_hook(lambda *_: runs.append(1))
+    trainer.train()
+    assert len(runs) == 2
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["attention_kl"] > 0
+
+
+def test_liger_is_refused(tmp_path):
+    class LigerTrainer(DistillationTrainer):
+        use_liger_loss = True
+
+    with pytest.raises(ValueError, match="use_liger_loss: .*: pass use_liger_kernel=False"):
+        LigerTrainer(model=llama(), args=arguments(tmp_path), teacher=llama())
+
+
 def test_options_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="kl_until=1.5: must be 0..1, a share of the steps"):
+        DistillationTrainer(model=llama(), args=arguments(tmp_path), teacher=llama(), kl_until=1.5)
     with pytest.raises(ValueError, match="layer_map=.*: must contain at least one pair"):
         DistillationTrainer(
             model=llama(), args=arguments(tmp_path), teacher=llama(), distiller_options=dict(layer_map={})

@@ -124,10 +124,11 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
     _require(path, isinstance(state, dict), "its state", state, "an object")
     written = state.get("options")
     _require(path, isinstance(written, dict), "options", written, "an object")
+    written = {**Options().affecting(), **written}  # earlier versions had fewer options
     for name, value in options.affecting().items():
-        if written.get(name) != value:
+        if written[name] != value:
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{path}: was written with {flag} {written.get(name)}, and this run has {value}: "
+            raise UserError(f"{path}: was written with {flag} {written[name]}, and this run has {value}: "
                             "use the same, or start again with --overwrite")  # fmt: skip
     if state.get("data") != digest:
         raise UserError(
@@ -160,8 +161,14 @@ def _check_entries(path: Path, name: str, entries: Any, fields: set[str], step: 
     before = 0
     for index, entry in enumerate(entries):
         where = f"{name}[{index}]"
-        is_entry = isinstance(entry, dict) and fields <= entry.keys() == entries[0].keys()
-        _require(path, is_entry, where, entry, f"an object with {', '.join(sorted(fields))}, as all others")
+        is_entry = isinstance(entry, dict) and fields <= entry.keys() <= entries[0].keys()  # a phase may end
+        _require(
+            path,
+            is_entry,
+            where,
+            entry,
+            f"an object with {', '.join(sorted(fields))}, and with no more than the first",
+        )
         for field, value in entry.items():
             _require(path, _is_number(value), f"{where}.{field}", value, "a finite number")
         at = entry["step"]

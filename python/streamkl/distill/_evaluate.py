@@ -123,6 +123,20 @@ def evaluate(
     return result
 
 
+@torch.no_grad()
+def retrieval_scores(
+    teacher: Any, student: Any, data: Sequences, options: Options, context: Callable[[], Any]
+) -> dict[int, list[float]]:  # fmt: skip
+    """{student layer: the share of needles that the teacher heads of each student head find}."""
+    outputs, retrieval = (Outputs(teacher), Outputs(student)), Retrieval()
+    student.eval()
+    with context(), AttentionDistiller(teacher, student, **options.distiller(), **_sinks(teacher)) as distiller:
+        for length in options.lengths:
+            for batch in needle_batches(data, length, options.needles, options.seed):
+                _read_needles(retrieval, distiller, outputs, batch)
+    return retrieval.scores()
+
+
 def _sinks(teacher: Any) -> dict[str, Any]:
     """Maps and distances are those of keys: the evaluation leaves attention sinks out."""
     has_sinks = any(name.endswith("sinks") for name, _ in teacher.named_parameters())
@@ -135,18 +149,25 @@ def _has_answers(outputs: tuple[Outputs, Outputs]) -> bool:
 
 def _retrieve(retrieval: Retrieval, distiller, outputs: tuple[Outputs, Outputs], batch: NeedleBatch) -> None:
     outputs_t, outputs_s = outputs
-    ids = batch.ids.to(outputs_s.model.device)
-    hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
-    retrieval.add_attention(distiller.pairs(), batch)
-    distiller.drop()
+    hidden_t, hidden_s = _read_needles(retrieval, distiller, outputs, batch)
     if not _has_answers(outputs):
         return
-    answers = batch.answers().to(ids.device)
+    answers = batch.answers().to(hidden_s.device)
     predicted = [
         each.head(hidden[:, batch.rows]).argmax(-1).unflatten(-1, (-1, VALUE))
         for each, hidden in ((outputs_t, hidden_t), (outputs_s, hidden_s))
     ]
     retrieval.add_answers(batch, *(each == answers for each in predicted))
+
+
+def _read_needles(retrieval: Retrieval, distiller, outputs: tuple[Outputs, Outputs], batch: NeedleBatch) -> Any:
+    """Adds where the attention of both models looks. Returns their last hidden states."""
+    outputs_t, outputs_s = outputs
+    ids = batch.ids.to(outputs_s.model.device)
+    hidden_s, hidden_t = outputs_s.hidden(ids), outputs_t.hidden(ids)
+    retrieval.add_attention(distiller.pairs(), batch)
+    distiller.drop()
+    return hidden_t, hidden_s
 
 
 class _Sums:

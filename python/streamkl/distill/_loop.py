@@ -23,7 +23,7 @@ from tqdm import tqdm
 from . import _checkpoint as checkpoints
 from ._data import load, order
 from ._device import make_accelerator
-from ._evaluate import Evaluation, evaluate
+from ._evaluate import Evaluation, evaluate, retrieval_scores
 from ._logs import Log
 from ._objective import Objective, next_tokens
 from ._options import Options, UserError
@@ -91,7 +91,7 @@ class Run:
         self.history: list[dict[str, float]] = []
         self.measured: list[dict[str, float]] = []  # losses on held-out sequences, of --eval-every
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
-        self.objective = Objective(self.teacher, self.student, options)
+        self.objective = Objective(self.teacher, self.student, options, self._weights())
         self.wrapped = self._wrap()
         trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
@@ -105,6 +105,25 @@ class Run:
         self.after = self.before
 
     # ---- Before training ---------------------------------------------------------------------------------------------
+
+    def _weights(self) -> dict[str, Any]:
+        """Options of the distiller: how rows, heads and layers count in the attention KL."""
+        options = self.options
+        layers = dict(enumerate(options.layer_weight))
+        if options.layer_weight and len(layers) != (count := self.student.config.get_text_config().num_hidden_layers):
+            raise UserError(
+                f"--layer-weight={options.layer_weight}: must have {count} numbers, one per student layer"
+            )
+        heads = None
+        if options.head_weight == "retrieval":
+            self._say("measure which heads of the teacher retrieve")
+            heads = retrieval_scores(self.teacher, self.student, self.training, options, self.accelerator.autocast)
+            # Scores weight heads of all layers: a layer counts by their sum.
+            layers = {i: layers.get(i, 1.0) * sum(scores) for i, scores in heads.items()}
+            heads = {i: scores for i, scores in heads.items() if any(scores)}
+            if not heads:
+                raise UserError("--head-weight=retrieval: no head of the teacher finds a needle")
+        return dict(row_weight=options.row_weight or None, head_weight=heads, layer_weight=layers)
 
     @property
     def _is_main(self) -> bool:
@@ -206,7 +225,7 @@ class Run:
 
     def train(self) -> None:
         options, begin = self.options, time.monotonic() - self.seconds
-        log = Log(self.out, [*self.history, *map(_held_out, self.measured)], options.tensorboard, self._is_main)
+        log = Log(options, [*self.history, *map(_held_out, self.measured)], self.accelerator)
         with self.objective.attached(), log, tqdm(
             total=options.steps, initial=self.step, desc="distil", disable=not self._is_main, unit="step", dynamic_ncols=True
         ) as bar:  # fmt: skip
@@ -243,6 +262,7 @@ class Run:
         per_micro = options.batch * ranks // options.context_parallel
         reader = self.accelerator.process_index // options.context_parallel  # who shares a sequence reads the same
         first = self.step * options.accumulate * per_micro + reader * options.batch
+        self.objective.teaches_attention = self.step < options.attention_until * options.steps
         sums: dict[str, torch.Tensor] = {}
         for micro in range(options.accumulate):
             indices = order(len(self.training), options.seed, first + micro * per_micro, options.batch)
@@ -272,6 +292,7 @@ class Run:
         sums: Any = 0
         count = min(self.options.eval_sequences, len(self.held_out))
         self.student.eval()
+        self.objective.teaches_attention = True  # measurements of all phases are comparable
         with torch.no_grad():
             for index in range(count):
                 with self._split(self.held_out.batch([index]).to(self.accelerator.device)) as shards:

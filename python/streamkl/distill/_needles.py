@@ -132,6 +132,10 @@ class Retrieval:
         for name, right in zip(_COUNTED, (teacher, student, teacher & student)):
             np.add.at(self.right[name], batch.depths, right.sum(-1).cpu().numpy())
 
+    def scores(self) -> dict[int, list[float]]:
+        """{student layer: the share of needles that the teacher of each student head finds}."""
+        return {i: (found.sum(0) / self.rows.sum()).tolist() for (i, _), found in self.found["teacher"].items()}
+
     def result(self, length: int, has_answers: bool) -> dict[str, Any]:
         """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves.
 

@@ -17,11 +17,14 @@ from ._output_losses import output_losses
 class Objective(torch.nn.Module):
     """A student with its loss: wrappers such as DDP and FSDP wrap this module, so that all of a step runs inside them."""
 
-    def __init__(self, teacher: Any, student: Any, options: Options) -> None:
+    def __init__(self, teacher: Any, student: Any, options: Options, weights: dict[str, Any]) -> None:
+        """`weights` are options of AttentionDistiller, about rows, heads and layers."""
         super().__init__()
         self.module = student  # the name by which streamkl.hf finds the model inside wrappers
         self._no_split_modules = student._no_split_modules
-        self.distiller = AttentionDistiller(teacher, student, sample_rows=options.sample_rows, **options.distiller())
+        more = dict(sample_rows=options.sample_rows, **options.distiller(), **weights)
+        self.distiller = AttentionDistiller(teacher, student, **more)
+        self.teaches_attention = True  # in this phase of the training
         weights = dict(
             attention=options.attention_weight, output=options.output_weight, language=options.language_weight
         )
@@ -64,7 +67,10 @@ class Objective(torch.nn.Module):
         if "output" in self.weights:
             with torch.no_grad():
                 hidden_t = outputs_t.hidden(ids, positions)
-        losses = {"attention": self.distiller.loss()} if "attention" in self.weights else {}
+        losses = {}
+        if "attention" in self.weights and self.teaches_attention:
+            losses["attention"] = self.distiller.loss()
+        self.distiller.drop()
         total: Any = 0.0
         if "output" in self.weights and outputs_s.head is None:
             losses["output"] = F.mse_loss(hidden_s.float(), hidden_t.float())

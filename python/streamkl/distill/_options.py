@@ -9,8 +9,11 @@ import json
 import math
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from .._row_weight import parse_row_weight
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,8 +40,10 @@ def _option(
 class Options:
     """Options of ``streamkl-distill``; ``student_layers`` is ``--student-layers`` there, and ``student-layers`` in TOML."""
 
-    teacher: str = _option("", "folder of the teacher, as save_pretrained writes it")
-    student: str = _option("", "folder of the student; without it, one is made from the teacher")
+    teacher: str = _option(
+        "", "the teacher: a folder as save_pretrained writes it, a .gguf file, or an id of the Hugging Face Hub"
+    )
+    student: str = _option("", "the student, the same way; without it, one is made from the teacher")
     student_layers: int = _option(0, "layers of a student made from the teacher; 0: as many as the teacher", int)
     student_heads: int = _option(0, "its attention heads; 0: as many as the teacher", int)
     student_key_heads: int = _option(0, "its key and value heads; 0: in proportion to its heads", int)
@@ -47,7 +52,7 @@ class Options:
     )
     init_heads: str = _option("mean", "its heads start as the mean of neighbouring teacher heads, or pick the first of them",
                               choices=("mean", "pick"))  # fmt: skip
-    tokenizer: str = _option("", "folder of the tokenizer; default: the teacher's", affects=False)
+    tokenizer: str = _option("", "the tokenizer, the same way; default: the teacher's", affects=False)
     out: str = _option("distilled", "folder for checkpoint, model, report and logs", affects=False)
 
     data: list[str] = _option(
@@ -102,6 +107,12 @@ class Options:
     head_map: list[int] = _option((), "teacher head of each student head; default: the mean of neighbouring heads", int,
                                   many=True)  # fmt: skip
     sample_rows: float = _option(1.0, "share of the rows that the attention KL compares in a step")
+    attention_until: float = _option(1.0, "share of the steps with the attention KL; those after it train without")
+    row_weight: str = _option("", "how rows count in the attention KL: far or far:TOKENS, by the teacher's attention to keys "
+                              "that far away [far:256]; kl, by their KL; default: all the same")  # fmt: skip
+    head_weight: str = _option("same", "how heads count in it: same, or retrieval, by the share of needles that their "
+                               "teacher heads find", choices=("same", "retrieval"))  # fmt: skip
+    layer_weight: list[float] = _option((), "how student layers count in it; default: all the same", float, many=True)
 
     eval_sequences: int = _option(8, "held-out sequences that are evaluated; 0: no evaluation", affects=False)
     needles: int = _option(4, "needles per depth and length; 0: no retrieval test", affects=False)
@@ -119,7 +130,8 @@ class Options:
         100, "steps between checkpoints; 0: only when the run ends or is stopped", affects=False
     )
     log_every: int = _option(1, "steps between lines of log.jsonl", affects=False)
-    tensorboard: bool = _option(False, "also write TensorBoard logs to OUT/tensorboard", affects=False)
+    track: list[str] = _option((), "also log to these trackers of accelerate, such as tensorboard (in OUT/streamkl-distill) and wandb",
+                               str, many=True, affects=False)  # fmt: skip
     resume: bool = _option(False, "continue from the checkpoint in OUT", affects=False)
     overwrite: bool = _option(False, "replace an earlier run in OUT", affects=False)
     dry_run: bool = _option(
@@ -132,7 +144,9 @@ class Options:
     def check(self) -> Options:
         """Every rule about single options. Returns itself."""
         if not self.teacher:
-            raise UserError("--teacher: is missing: the folder of a transformers model")
+            raise UserError(
+                "--teacher: is missing: the folder of a transformers model, a .gguf file or an id of the Hugging Face Hub"
+            )
         if not self.data:
             raise UserError("--data: is missing: one or more files with text or tokens")
         for name, (least, most) in _RANGES.items():
@@ -158,6 +172,18 @@ class Options:
         doublings = self.context / (self.start_context or self.context)
         if doublings < 1 or not math.log2(doublings).is_integer():
             raise UserError(f"--start-context={self.start_context}: --context must be 1, 2, 4, 8, ... times as long")
+        try:
+            parse_row_weight(self.row_weight or None)
+        except ValueError as error:
+            raise UserError(f"--{_dashed(str(error))}") from None
+        if self.head_weight == "retrieval" and not self.needles:
+            raise UserError("--head-weight=retrieval: needs --needles above 0")
+        if self.row_weight and self.context_parallel > 1:
+            raise UserError(f"--row-weight={self.row_weight}: must be left out with --context-parallel")
+        if not all(0 <= weight < math.inf for weight in self.layer_weight) or (
+            self.layer_weight and not any(self.layer_weight)
+        ):
+            raise UserError(f"--layer-weight={self.layer_weight}: must not be negative, and one must be above 0")
         if self.eval_every and not self.eval_sequences:
             raise UserError(f"--eval-every={self.eval_every}: needs --eval-sequences above 0")
         if self.resume and self.overwrite:
@@ -178,7 +204,7 @@ class Options:
         return length
 
     def distiller(self) -> dict[str, Any]:
-        """Options of AttentionDistiller."""
+        """Options of AttentionDistiller, in training and in evaluation."""
         return dict(layer_map=self.layer_map or None, head_map=self.head_map or None, direction=self.direction)
 
     # ---- TOML --------------------------------------------------------------------------------------------------------
@@ -200,7 +226,7 @@ _RANGES = {
     "context": (2, math.inf), "steps": (1, math.inf), "batch": (1, math.inf), "accumulate": (1, math.inf),
     "rate": (0, math.inf), "warmup": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf), "seed": (0, 2**31 - 1),
     "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
-    "sample_rows": (1e-6, 1), "eval_sequences": (0, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf),
+    "sample_rows": (1e-6, 1), "attention_until": (0, 1), "eval_sequences": (0, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf),
     "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
     "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf), "start_context": (0, math.inf),
 }  # fmt: skip
@@ -211,7 +237,7 @@ _ALIASES = {
     "--lr": "rate", "--learning-rate": "rate", "--batch-size": "batch", "--per-device-train-batch-size": "batch",
     "--gradient-accumulation-steps": "accumulate", "--max-steps": "steps", "--seq-len": "context", "--seq-length": "context",
     "--max-length": "context", "--output": "out", "--output-dir": "out", "--warmup-ratio": "warmup",
-    "--max-grad-norm": "clip", "--eval-steps": "eval_every", "--save-steps": "checkpoint_every",
+    "--max-grad-norm": "clip", "--report-to": "track", "--eval-steps": "eval_every", "--save-steps": "checkpoint_every",
 }  # fmt: skip
 
 
@@ -256,8 +282,9 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
     )
     for alias, name in _ALIASES.items():
         if names is None or name in names:
-            kind = Options.__dataclass_fields__[name].metadata["kind"]
-            parser.add_argument(alias, dest=name, type=kind, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+            about = Options.__dataclass_fields__[name].metadata
+            parser.add_argument(alias, dest=name, type=about["kind"], nargs="+" if about["many"] else None,
+                                help=argparse.SUPPRESS, default=argparse.SUPPRESS)  # fmt: skip
     for f in dataclasses.fields(Options):
         if names is not None and f.name not in names:
             continue
@@ -267,12 +294,16 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
         common: dict[str, Any] = dict(dest=f.name, help=text, default=argparse.SUPPRESS)
         if about["kind"] is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **common)
-        elif about["many"] and about["kind"] is int:
-            parser.add_argument(flag, type=_numbers, metavar="N,N,...", **common)
+        elif about["many"] and about["kind"] in (int, float):
+            name = "N" if about["kind"] is int else "X"
+            parser.add_argument(flag, type=partial(_numbers, about["kind"]), metavar=f"{name},{name},...", **common)
         elif about["many"]:
-            parser.add_argument(flag, nargs="+", metavar="FILE", **common)
+            parser.add_argument(flag, nargs="+", metavar="NAME" if f.name == "track" else "FILE", **common)
         else:
-            metavar = None if about["choices"] else {int: "N", float: "X"}.get(about["kind"], "DIR")
+            words = {"row_weight": "HOW"}
+            metavar = (
+                None if about["choices"] else words.get(f.name) or {int: "N", float: "X"}.get(about["kind"], "DIR")
+            )
             parser.add_argument(flag, type=about["kind"], choices=about["choices"] or None, metavar=metavar, **common)
 
 
@@ -289,8 +320,8 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+def _numbers(kind: Any, text: str) -> list[Any]:
+    return [kind(part) for part in text.split(",")]
 
 
 def options_from(arguments: argparse.Namespace) -> Options:

@@ -392,7 +392,8 @@ def _training(history, measured: Sequence[dict[str, float]], options: Options) -
     blocks = []
     for name, label in names.items():
         if name in history[0]:
-            x, y = _thinned([entry["step"] for entry in history]), _thinned([entry[name] for entry in history])
+            with_it = [entry for entry in history if name in entry]  # a phase may end
+            x, y = _thinned([entry["step"] for entry in with_it]), _thinned([entry[name] for entry in with_it])
             series = [dict(name=label, style="after" if name == "attention" else "loss", x=x, y=y)]
             if measured:
                 x, y = ([entry[each] for entry in measured] for each in ("step", name))
@@ -527,7 +528,7 @@ def _command(changed: dict[str, Any]) -> str:
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
             parts.append(flag)
-        elif isinstance(value, list) and value and isinstance(value[0], int):
+        elif isinstance(value, list) and value and isinstance(value[0], (int, float)):
             parts += [flag, ",".join(map(str, value))]
         else:
             parts += [flag, *(value if isinstance(value, list) else [str(value)])]

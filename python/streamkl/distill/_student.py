@@ -1,11 +1,13 @@
-"""The two models of a run, and the tokenizer of their data, loaded from folders."""
+"""The two models of a run, and the tokenizer of their data: from folders, GGUF files or the Hugging Face Hub."""
 
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Iterator, NamedTuple
 
 import torch
 import transformers
@@ -29,18 +31,60 @@ def load_student(options: Options, teacher: Any, shows_progress: bool) -> Any:
     return make_student(options, teacher)
 
 
-def _load_model(role: str, folder: str, dtype: torch.dtype, shows_progress: bool) -> Any:
-    """The model of a folder, of the class that its config names."""
-    if not (Path(folder) / "config.json").is_file():
-        raise UserError(f"--{role} {folder}: must be a folder with a config.json, as save_pretrained writes it")
+class _Source(NamedTuple):
+    """A folder as save_pretrained writes it, or a GGUF file in a folder, with the arguments of from_pretrained."""
+
+    folder: Path
+    arguments: dict[str, Any]
+
+
+_OF_THE_HUB = ["*.json", "*.safetensors", "*.bin", "*.model", "*.txt", "*.jinja"]
+
+
+def _find(role: str, given: str) -> _Source:
+    """The folder or file of this name, or a snapshot of the Hub: from its cache, or downloaded."""
+    path = Path(given)
+    if path.suffix == ".gguf" and path.is_file():
+        if find_spec("gguf") is None:
+            raise UserError(f"--{role} {given}: needs the package gguf: pip install gguf")
+        return _Source(path.parent, dict(gguf_file=path.name))
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        return _Source(path, {})
+    from huggingface_hub import snapshot_download
+
+    try:
+        return _Source(Path(snapshot_download(given, allow_patterns=_OF_THE_HUB)), {})
+    except Exception as error:  # offline, unknown or private: its message says which
+        raise UserError(
+            f"--{role} {given}: is no folder, and cannot be had from the Hugging Face Hub: {error}"
+        ) from error
+
+
+def _load_model(role: str, given: str, dtype: torch.dtype, shows_progress: bool) -> Any:
+    """A model of the class that its config names; of a GGUF file, a causal language model with dequantized weights."""
+    folder, arguments = _find(role, given)
+    if not arguments and not (folder / "config.json").is_file():
+        raise UserError(f"--{role} {given}: must be a folder with a config.json, as save_pretrained writes it, a .gguf file, or an "
+                        "id of the Hugging Face Hub")  # fmt: skip
     _refuse_code(role, folder, "config.json", "architectures", transformers.PreTrainedModel)
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        kind = _class_of(config.architectures, transformers.PreTrainedModel) or transformers.AutoModel
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, **arguments)
+        default = transformers.AutoModelForCausalLM if arguments else transformers.AutoModel
+        kind = _class_of(config.architectures, transformers.PreTrainedModel) or default
         with nullcontext() if shows_progress else without_bars():
-            return kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+            model = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **arguments)
     except Exception as error:  # a broken file: whatever its library says, the user learns which folder it is
-        raise UserError(f"--{role} {folder}: cannot be loaded: {error}") from error
+        raise UserError(f"--{role} {given}: cannot be loaded: {error}") from error
+    return _without_quantization(model, dtype) if arguments else model
+
+
+def _without_quantization(model: Any, dtype: torch.dtype) -> Any:
+    """The same weights in a model that save_pretrained accepts: transformers marks one from GGUF as quantized."""
+    config = type(model.config).from_dict({**model.config.to_dict(), "quantization_config": None, "dtype": dtype})
+    del config.quantization_config
+    made = type(model)(config).to(dtype)
+    made.load_state_dict(model.state_dict())
+    return made
 
 
 def _class_of(names: Any, base: type) -> Any:
@@ -86,24 +130,26 @@ def without_bars() -> Iterator[None]:
 
 def load_tokenizer(options: Options) -> Any:
     """That of the data; None if there is none."""
-    return _tokenizer_of(Path(options.tokenizer or options.teacher))
+    return _tokenizer_of(options.tokenizer or options.teacher)
 
 
-def _tokenizer_of(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt")):
+def _tokenizer_of(given: str) -> Any:
+    folder, arguments = _find("tokenizer", given)
+    names = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+    if not arguments and not any((folder / name).is_file() for name in names):
         return None
     _refuse_code(
         "tokenizer", folder, "tokenizer_config.json", "tokenizer_class", transformers.PreTrainedTokenizerBase
     )
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **arguments)
     except Exception as error:
-        raise UserError(f"--tokenizer {folder}: cannot be loaded: {error}") from error
+        raise UserError(f"--tokenizer {given}: cannot be loaded: {error}") from error
 
 
 def check_tokenizers(options: Options, tokenizer: Any) -> None:
     """The student of a folder must read the tokens that the run writes: its own tokenizer, if it has one, is compared."""
-    own = _tokenizer_of(Path(options.student)) if options.student else None
+    own = _tokenizer_of(options.student) if options.student else None
     if own is None or tokenizer is None:
         return
     words, words_s = ({number: word for word, number in each.get_vocab().items()} for each in (tokenizer, own))

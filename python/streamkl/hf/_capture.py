@@ -14,6 +14,8 @@ import os
 import re
 import warnings
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -308,6 +310,8 @@ class Capture:
         self.is_split = False  # its attention reads keys of other ranks
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self.must_be_eval = False  # each forward runs in eval mode, whatever the owner of the model has called
+        self.takes: Callable[[], bool] = lambda: True  # whether a forward of the model is one of this role
+        self.running: Callable[[], Any] = nullcontext  # the context in which the distiller runs the model
         self.drop = self.clear  # is called if a forward fails
         self._recorder: Recorder | None = None
         self.clear()
@@ -343,7 +347,7 @@ class Capture:
             self.model.eval()
 
     def take(self, step: Step) -> None:
-        if step.is_generation or (self.keep_graph and self.has_run and self.step.has_graph and not step.has_graph):
+        if step.is_generation or not self.takes() or (self.keep_graph and self.has_run and self.step.has_graph and not step.has_graph):
             return
         if self.has_run and self.step.has_graph and self.role == "student" and not torch.compiler.is_compiling():
             warnings.warn(

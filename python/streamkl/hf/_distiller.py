@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from .._carried import Slot
 from .._options import Direction, Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
+from ._adapters import adapters_are_off, base_model, peft_model
 from ._capture import Capture, Verify
 from ._context import active_region, parallel_of
 from ._inputs import check_packing, check_same_input, run_teacher
@@ -19,6 +21,7 @@ from ._layers import Kind, Layer, towers_of
 from ._pair_proof import prove_pair
 from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
 from ._parameters import reach_everything
+from ._weights import HeadWeight, Weights
 
 
 class AttentionDistiller:
@@ -38,7 +41,8 @@ class AttentionDistiller:
 
     Args:
         teacher: a transformers model, or a wrapper of one (DDP, FSDP, torch.compile, peft). It runs in eval mode until
-            `detach()` and receives no gradients.
+            `detach()` and receives no gradients. None: the base model of a PEFT student, such as one with LoRA, which runs
+            with the adapters off and takes no memory of its own.
         student: the same for the student, which reads the same tokens.
         layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``,
             ``{student: [teacher, ...]}``, or a sequence with one entry per student layer. A layer is its number among the
@@ -59,7 +63,13 @@ class AttentionDistiller:
             that the numbers of heads of the models may differ. Default: the heads of the models.
         temperature: divides the logits of both; the loss is multiplied by its square, which keeps the size of the
             gradients.
-        layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out.
+        layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out. A layer of weight 0 is not
+            compared.
+        row_weight: how the rows of a head count in its mean. ``"far:512"``: by the teacher's attention to keys at least 512 tokens
+            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. ``"kl"``: by their KL, without its gradient,
+            which takes one more forward. Default: all rows count the same.
+        head_weight: weight of each student head, in every layer or as ``{student layer: weights}``; 1 where a layer is left
+            out.
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100): that of
             their own position, or the next one in a causal language model.
         sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows,
@@ -89,7 +99,7 @@ class AttentionDistiller:
 
     def __init__(
         self,
-        teacher: torch.nn.Module,
+        teacher: torch.nn.Module | None,
         student: torch.nn.Module,
         *,
         layer_map: maps.LayerMap | None = None,
@@ -101,6 +111,8 @@ class AttentionDistiller:
         relation_heads: int | None = None,
         temperature: float = 1.0,
         layer_weight: Mapping[int, float] | None = None,
+        row_weight: str | None = None,
+        head_weight: HeadWeight | None = None,
         rows: Literal["all", "labels"] = "all",
         sample_rows: float = 1,
         fused: bool = False,
@@ -112,12 +124,18 @@ class AttentionDistiller:
     ) -> None:
         needs_values = "vv" in relations
         check_choice("verify", verify, ("first", "always", "never"))
-        self.teacher = Capture(teacher, "teacher", needs_values, verify=verify)
+        self._shares_model = teacher is None
+        self.teacher = Capture(peft_model(student) if teacher is None else teacher, "teacher", needs_values, verify=verify)
         self.student = Capture(student, "student", needs_values, carries=fused, verify=verify)
         self.student.drop = self.drop
-        self.teacher.must_be_eval = True
-        if self.teacher.model is self.student.model:
-            raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one")
+        self.teacher.must_be_eval = not self._shares_model
+        if self._shares_model:
+            self.teacher.takes = partial(adapters_are_off, self.student.model)
+            self.student.takes = lambda: not self.teacher.takes()
+            self.teacher.running = partial(base_model, peft_model(student))
+        elif self.teacher.model is self.student.model:
+            raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one, and "
+                             "teacher=None is the base model of a PEFT student")  # fmt: skip
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
         check_flags(check_input=check_input, fused=fused, fused_values=fused_values)
         check_choice("direction", direction, ("forward", "reverse"))
@@ -142,6 +160,9 @@ class AttentionDistiller:
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
+        self._weights = Weights(row_weight, head_weight)
+        if relation_heads is not None and (row_weight is not None or head_weight is not None):
+            raise ValueError(f"relation_heads={relation_heads}: needs row_weight=None and head_weight=None, which weight heads")
         if parallel is not None and (parallel.tensor_group is not None or parallel.loss_group is not None):
             raise ValueError("parallel: a distiller takes context_group alone, no tensor_group and no loss_group")
         self._asked_parallel = parallel or Parallel()
@@ -176,7 +197,8 @@ class AttentionDistiller:
     def attach(self) -> AttentionDistiller:
         """Start to record queries and keys. May be nested: the last detach() counts."""
         if self._depth == 0:
-            self._modes = {module: module.training for module in self.teacher.model.modules()}
+            modules = () if self._shares_model else self.teacher.model.modules()
+            self._modes = {module: module.training for module in modules}
             self.teacher.attach()
             self.student.attach()
         self._depth += 1
@@ -220,7 +242,7 @@ class AttentionDistiller:
 
         Args:
             labels: as the student takes them, for ``rows="labels"``, if it did not receive them.
-            row_weight: weight of every row in the mean, ``[batch, len_q]``.
+            row_weight: weight of every row in the mean, ``[batch, len_q]``, on top of that of the distiller.
             sample_rows: the share of the rows for this loss, also in eval mode. Default: that of the distiller.
         """
         return self._mean_of_layers(self.losses(labels=labels, row_weight=row_weight, sample_rows=sample_rows))
@@ -247,13 +269,17 @@ class AttentionDistiller:
 
     def _losses(self, labels, row_weight, share) -> dict[int, torch.Tensor]:
         pairs, parallel = self.pairs(), self.parallel()
-        weight = self._row_weight(labels, row_weight)
+        given = self._row_weight(labels, row_weight)
         cache = RowCache(self._share(share))
         if parallel and cache.share < 1:
             raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
+        if parallel and self._weights.rows is not None:
+            raise ValueError(f"row_weight={self._weights.rows!r}: must be None under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
         self._last = {}
-        for (i, j), pair in pairs.items():
+        counted = {key: pair for key, pair in pairs.items() if self.layer_weight.get(key[0], 1) > 0}
+        for (i, j), pair in (counted or pairs).items():
+            weight = self._weights.of(i, pair, given, self.direction, cache)
             if not parallel:
                 self._prove_pair((i, j), pair, cache)
             may_carry = self.fused and not parallel and cache.share == 1

@@ -34,8 +34,8 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
     if "logits_to_keep" in accepted:
         kept["logits_to_keep"] = 1
     _check_vocabulary(teacher, student, kept)
-    teacher.model.eval()
-    with torch.no_grad():
+    with teacher.running(), torch.no_grad():
+        teacher.model.eval()
         module(**kept)
     if not teacher.has_run:
         raise RuntimeError(

@@ -80,8 +80,7 @@ class Pair:
             tensors, options, rows = self.arguments(cache, relation, temperature)
             if parallel:
                 options = {**self._of_shards(options, rows), "parallel": parallel}
-            weight = None if row_weight is None else self._fitting(row_weight)
-            mean, factor = rows.mean(weight, heads=tensors[2].shape[-3])
+            mean, factor = rows.mean(row_weight, heads=tensors[2].shape[-3])
             options |= mean
             loss = attention_kl(*tensors, direction=direction, **options)
             losses.append(loss if factor is None else loss * factor)
@@ -101,8 +100,7 @@ class Pair:
         (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
         if rows.leaves_out or rows.has_bounds:
             return None  # rows of padding may have gradients too
-        weight = None if row_weight is None else self._fitting(row_weight)
-        mean, _ = rows.mean(weight, heads=q_s.shape[-3])
+        mean, _ = rows.mean(row_weight, heads=q_s.shape[-3])
         lse_t = options.pop("lse_t")
         del options["lse_s"]  # the backward has it
         how = dict(with_value=with_value, packs_batch=rows.queries is not None)
@@ -166,7 +164,8 @@ class Pair:
         if self.t.causal != self.s.causal:
             raise ValueError(f"{self.where}: one is causal and the other is not")
 
-    def _fitting(self, row_weight: torch.Tensor) -> torch.Tensor:
+    def fitting(self, row_weight: torch.Tensor) -> torch.Tensor:
+        """Weights of rows that a caller gives, [batch, len_q], on the device of the student."""
         shape = (self.s.q.shape[0], self.s.q.shape[2])
         if tuple(row_weight.shape) != shape:
             raise ValueError(f"{self.where}: row_weight or labels {list(row_weight.shape)} must be {list(shape)}")

@@ -49,7 +49,9 @@ class Rows:
                     max_seqlen_q=self.queries.longest, max_seqlen_k=self.keys.longest)  # fmt: skip
 
     def mean(self, weight: torch.Tensor | None, heads: int) -> tuple[dict[str, Any], Any]:
-        """(arguments, factor) with which attention_kl gives the mean over all rows; `weight` is [batch, length].
+        """(arguments, factor) with which attention_kl gives the mean over all rows.
+
+        `weight` is [batch, length] or [batch, heads, length].
 
         The sum over a sample, divided by its share, is an unbiased estimate of the sum over all rows. So the mean
         divides by the weight of all rows: that of the sample is a random number too, and a ratio of two is biased.
@@ -57,7 +59,10 @@ class Rows:
         packed = None if weight is None else self._pack_weight(weight)
         if self.attending is None:
             return dict(row_weight=packed), None
-        total = (self.attending if weight is None else weight.flatten() * self.attending).sum()
+        attending = self.attending
+        if weight is not None:
+            attending = attending * (weight if weight.dim() == 2 else weight.mean(1)).flatten()
+        total = attending.sum()
         return dict(row_weight=packed, reduction="sum"), 1 / (self.share * heads * torch.where(total == 0, 1, total))
 
     def pack_queries(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +73,10 @@ class Rows:
         return _pack(tensor, self.keys)
 
     def _pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """[batch, length] as [tokens]."""
-        return weight if self.queries is None else _pack(weight[:, None], self.queries)[0]
+        """[batch, length] as [tokens], [batch, heads, length] as [heads, tokens]."""
+        if self.queries is None:
+            return weight
+        return _pack(weight[:, None], self.queries)[0] if weight.dim() == 2 else _pack(weight, self.queries)
 
     def unpack_rows(self, rows: torch.Tensor, batch: int, length: int) -> torch.Tensor:
         """[heads, tokens] as [batch, heads, length]; NaN for rows that do not count."""

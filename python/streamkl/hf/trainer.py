@@ -71,23 +71,30 @@ class DistillationMixin(_Trainer):
     the KL, as ``loss`` does. Checkpoints are those of the student; the teacher is not saved.
 
     Args:
-        teacher: the teacher; default: the ``teacher_model`` of the trainer, which GKDTrainer has.
+        teacher: the teacher; default: the ``teacher_model`` of the trainer, which GKDTrainer and TRL's DistillationTrainer
+            have and run themselves; or else the base model of a PEFT student.
         kl_weight: factor of the KL in the loss.
+        kl_until: the share of the steps with the KL. The steps after it train without, and evaluation still measures it.
         distiller_options: options of :class:`streamkl.hf.AttentionDistiller`. With ``fused=True`` the KL comes with the backward: the
             logged ``loss`` does not contain it, ``attention_kl`` does.
     """
 
     def __init__(
-        self, *args, teacher: torch.nn.Module | None = None, kl_weight: float = 1.0,
+        self, *args, teacher: torch.nn.Module | None = None, kl_weight: float = 1.0, kl_until: float = 1.0,
         distiller_options: Mapping[str, Any] | None = None, **kwargs,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
         teacher = teacher if teacher is not None else getattr(self, "teacher_model", None)
-        if teacher is None:
-            raise ValueError("teacher=None: must be a transformers model")
-        unwrap(teacher, "teacher")  # refuses a path, with the call that loads it
-        self.kl_weight, self._distiller_options = kl_weight, dict(distiller_options or {})
-        self._teacher = teacher.to(self.args.device)
+        if not 0 <= kl_until <= 1:
+            raise ValueError(f"kl_until={kl_until!r}: must be 0..1, a share of the steps")
+        if getattr(self, "use_liger_loss", False):
+            raise ValueError(
+                "use_liger_loss: the attention KL is not tested with Liger's fused loss: pass use_liger_kernel=False"
+            )
+        self.kl_weight, self.kl_until, self._distiller_options = kl_weight, kl_until, dict(distiller_options or {})
+        if teacher is not None:
+            unwrap(teacher, "teacher")  # refuses a path, with the call that loads it
+        self._teacher = None if teacher is None else teacher.to(self.args.device)
         self._distiller: AttentionDistiller | None = None
         self._means = {True: _Means(), False: _Means()}  # training has one, and evaluation the other
         self._uncounted: tuple[bool, Any] | None = None  # (training, rows) of a KL that the means lack
@@ -146,7 +153,7 @@ class DistillationMixin(_Trainer):
         is_decoder = self.distiller.student.model.config.is_encoder_decoder and self.distiller.attention != "encoder"
         mask = inputs.get("decoder_attention_mask" if is_decoder else "attention_mask")
         if mask is not None and mask.dim() == 2:
-            return mask.sum()
+            return (mask != 0).sum()  # axolotl's masks number packed sequences
         names = ("decoder_input_ids", "labels") if is_decoder else ("input_ids", "inputs_embeds")
         tokens = next((inputs[name] for name in names if inputs.get(name) is not None), None)
         return None if tokens is None else torch.tensor(tokens.shape[0] * tokens.shape[1])
@@ -173,19 +180,22 @@ class DistillationMixin(_Trainer):
             loss, outputs = self._model_loss(model, inputs, return_outputs, num_items_in_batch, kwargs)
         finally:
             distiller.student.keep_graph = False
-        is_split = distiller.parallel() is not None
-        kl = distiller.loss(labels=labels)
-        self._uncounted = (model.training, 1 if rows is None else rows.to(kl.device))
-        if not distiller.carried_layers:
-            self._count_kl()
         factor = self.kl_weight
         if model.training:
             steps, is_scaled = self.current_gradient_accumulation_steps, self._is_scaled(num_items_in_batch)
+            is_split = distiller.parallel() is not None
             factor = factor * self._share(rows, is_split) * (1 if is_scaled else steps)  # Trainer divides by them
             self._means[True].add("model_loss", loss if is_scaled else loss / steps, 1 / steps)
         else:
             size = find_batch_size(inputs) or 1
             self._means[False].add("model_loss", loss * size, size)
+        if model.training and self.state.global_step >= self.kl_until * self.state.max_steps:
+            distiller.drop()
+            return (loss, outputs) if return_outputs else loss
+        kl = distiller.loss(labels=labels)
+        self._uncounted = (model.training, 1 if rows is None else rows.to(kl.device))
+        if not distiller.carried_layers:
+            self._count_kl()
         loss = loss + factor * kl.to(loss.device)
         return (loss, outputs) if return_outputs else loss
 

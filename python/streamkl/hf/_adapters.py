@@ -1,0 +1,37 @@
+"""A PEFT student whose teacher is its own base model: one module, which is the teacher while its adapters are off."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import torch
+
+
+def peft_model(student: Any) -> Any:
+    """The PEFT model inside wrappers such as DDP and torch.compile."""
+    inside = student
+    while inside is not None and not hasattr(inside, "disable_adapter"):
+        modules = getattr(inside, "_modules", {})
+        inside = modules.get("_orig_mod", modules.get("module"))
+    if inside is None:
+        raise ValueError("teacher=None: must be a transformers model; only a PEFT student has a teacher of its own, its base model")
+    return inside
+
+
+def adapters_are_off(model: torch.nn.Module) -> bool:
+    """Whether a forward would be that of the base model. Layers of PEFT have this flag; a method of transformers has its name."""
+    return any(getattr(module, "disable_adapters", None) is True for module in model.modules())
+
+
+@contextmanager
+def base_model(adapted: Any) -> Iterator[None]:
+    """Inside this context a PEFT model is its base model, in eval mode."""
+    modes = {module: module.training for module in adapted.modules()}
+    adapted.eval()
+    try:
+        with adapted.disable_adapter():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
