@@ -152,7 +152,7 @@ def rows_of_logits(x, y, visible, lse_t, reverse, seen=None, pooling=Pooling()) 
 
 
 def sequence_indexer_kl(
-    q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse, pooling
+    q_t, k_t, q_s, k_s, w_s, indices, lse_t, visible, scale_t, scale_s, softcap_t, relu, reverse, pooling=Pooling()
 ) -> Rows:
     """Row vectors of one sequence, with w_s [heads_s, len_q, G] and indices [heads_s, len_q, top_k] or None."""
     x, dots = logits(q_t, k_t, scale_t, softcap_t), logits(q_s, k_s, 1.0, 0.0)

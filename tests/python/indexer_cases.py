@@ -26,7 +26,8 @@ class Indexer(NamedTuple):
 
 def make_indexer(
     batch=2, len_q=19, len_k=23, heads_t=4, key_heads_t=2, heads_s=1, key_heads_s=1, index_heads=3, dim_t=8, dim_s=5, top_k=0,
-    keys_s=None, layout="bnhd", packed=False, dtype_t=torch.float32, dtype_s=torch.float32, dtype_w=torch.float32, device="cpu", seed=0,
+    layout="bnhd", packed=False, dtype_t=torch.float32, dtype_s=torch.float32, dtype_w=torch.float32, device="cpu", seed=0,
+    keys_s=None,
 ):  # fmt: skip
     """Random tensors; q_s, k_s and w_s require gradients. keys_s: keys of the indexer, if they are not those of the teacher.
 

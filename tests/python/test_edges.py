@@ -73,7 +73,7 @@ def test_the_language_loss_alone():
         distiller=lambda: {},
     )  # fmt: skip
     student, ids = llama(), batch(size=2, length=7)["input_ids"]
-    losses = Objective(llama(), student, options)(ids)
+    losses = Objective(llama(), student, options, {})(ids)
     expected = student(input_ids=ids, labels=ids).loss
     assert losses.keys() == {"language", "loss"}
     torch.testing.assert_close(losses["language"], expected)
@@ -149,7 +149,7 @@ def test_the_weight_of_the_kl_in_evaluation(tmp_path):
 @pytest.mark.parametrize("shape", [(3, 2), (2, 1), (1, 3), (6,), (2, 3, 1)])
 def test_row_weights_have_the_shape_of_the_rows(shape):
     pair = Pair("layer 0", None, SimpleNamespace(q=torch.zeros(2, 1, 3, 4)), None)
-    assert pair._fitting(torch.ones(2, 3)).shape == (2, 3)
+    assert pair.fitting(torch.ones(2, 3)).shape == (2, 3)
     with pytest.raises(ValueError) as refused:
-        pair._fitting(torch.ones(shape))
+        pair.fitting(torch.ones(shape))
     assert str(refused.value) == f"layer 0: row_weight or labels {list(shape)} must be [2, 3]"

@@ -12,7 +12,7 @@ from streamkl import losses
 def page():
     """The names of the page after its snippets have run."""
     names = {"__name__": "guide"}
-    exec(compile(snippets("objectives"), "objectives.md", "exec"), names)
+    exec(compile(snippets("guide/objectives"), "objectives.md", "exec"), names)
     return names
 
 
