@@ -202,11 +202,11 @@ struct wide_warpgroup : gradient_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED, wide
             largest[half] = size < INFINITY ? fmaxf(largest[half], size) : largest[half];
         };
         if (CAPPED && (params.a.capped || params.b.capped))
-            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(params, logits, base::visible(),
-                                                           stats_of_stage(stage, of_stage), keep);
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED, true>(params, logits, base::visible(),
+                                                                 stats_of_stage(stage, of_stage), keep);
         else
-            for_each_logit_gradient<MASKED, WRT_B, false>(params, logits, base::visible(),
-                                                          stats_of_stage(stage, of_stage), keep);
+            for_each_logit_gradient<MASKED, WRT_B, false, false>(params, logits, base::visible(),
+                                                                 stats_of_stage(stage, of_stage), keep);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             add_sums(sums[half], of_stage[half]);

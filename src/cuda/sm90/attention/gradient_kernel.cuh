@@ -55,6 +55,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED, typename 
     typedef SMEM memory;
     typedef row_tile<2, DK> tile_type;
     static constexpr bool OF_KEYS = DK, OF_B = WRT_B, TWO_TERM = operand<ELEMENT>::TWO_TERM;
+    static constexpr bool POLYNOMIALS = DIM > 128; /* dk of smaller heads keeps K in registers, and has none left */
     const backward_params &params;
     SMEM &smem;
     int warpgroup; /* warp-uniform */
@@ -89,8 +90,8 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED, typename 
     {
         if constexpr (decltype(unit)::MOVES && !WRT_B) {
             stage_logits values;
-            const float largest = compute_logit_gradients<MASKED, WRT_B, CAPPED>(values, params, logits, visible(),
-                                                                                 smem.count, stats());
+            const float largest = compute_logit_gradients<MASKED, WRT_B, CAPPED, POLYNOMIALS>(
+                values, params, logits, visible(), smem.count, stats());
             fence_operand(gradient);
             unit.fit(*this, largest);
             pack_logit_gradients<ELEMENT>(g, values, unit.inverse());
@@ -100,7 +101,7 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED, typename 
                 fit();
             }
             const float inverse = unit.inverse(); /* applied last: times an upstream gradient it could overflow */
-            for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+            for_each_logit_gradient<MASKED, WRT_B, CAPPED, POLYNOMIALS>(
                 params, logits, visible(), stats(), [&](int i, int half, float low, float high) {
                     g[i / 2][i % 2 * 2 + half] = pack(low * inverse, high * inverse, ELEMENT());
                 });

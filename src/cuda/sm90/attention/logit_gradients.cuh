@@ -205,15 +205,34 @@ struct argument_logits {
     stage_logits wrt, other;
 };
 
+/* The products of a pair of rows with respect to both arguments. */
+struct pair_products {
+    float a, b;
+};
+
+template <logits_kind LOGITS> using logits_constant = std::integral_constant<logits_kind, LOGITS>;
+
+/* Whether the polynomials of both softcaps cover the warp's products of a block of 8 columns: asked for each block,
+ * because a whole stage's answer would keep more values in registers than there are. */
+__device__ inline bool polynomials_cover(const pair_products (&products)[4], const skl_cuda_params &params)
+{
+    bool covered = true;
+#pragma unroll
+    for (int e = 0; e < 4; e++)
+        covered =
+            covered && fabsf(products[e].a) <= params.a.product_max && fabsf(products[e].b) <= params.b.product_max;
+    return __all_sync(~0U, (int)covered);
+}
+
 /* Calls emit(block of 8 columns, half, gradient, gradient of the next column) for the thread's logits. MASKED:
  * gradients of masked pairs are 0. VISIBLE: band32 or row_ranges. `stats` is a streamed_query_stats or a
- * stationary_query_stats. The logits are only read: ptxas serialises wgmmas whose accumulators are written by other
- * instructions. */
-template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS, typename EMIT>
+ * stationary_query_stats. POLYNOMIALS: softcaps may be polynomials (softcap.cuh). The logits are only read: ptxas
+ * serialises wgmmas whose accumulators are written by other instructions. */
+template <bool MASKED, bool WRT_B, bool CAPPED, bool POLYNOMIALS, typename VISIBLE, typename QUERY_STATS,
+          typename EMIT>
 __device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,
                                                const VISIBLE &visible_rows, QUERY_STATS stats, EMIT emit)
 {
-    constexpr logits_kind LOGITS = CAPPED ? logits_kind::EXACT : logits_kind::PLAIN;
     const stage_logits &x = WRT_B ? logits.other : logits.wrt, &y = WRT_B ? logits.wrt : logits.other;
     range32 visible[2]; /* counted from the thread's first column */
 #pragma unroll
@@ -225,39 +244,49 @@ __device__ inline void for_each_logit_gradient(const backward_params &params, co
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         stats.template load_columns<MASKED>(i);
+        pair_products products[4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float pair[2];
+        for (int e = 0; e < 4; e++)
+            products[e] = {stats.factors.template product<false>(x[i][e], e / 2, e % 2),
+                           stats.factors.template product<true>(y[i][e], e / 2, e % 2)};
+        const auto emit_block = [&](auto kind) {
+            constexpr logits_kind LOGITS = decltype(kind)::value;
+            float gradients[4];
 #pragma unroll
-            for (int parity = 0; parity < 2; parity++) {
-                const int e = half * 2 + parity, column = i * 8 + parity;
-                const row_stats query = stats.of(half, parity);
-                const float product_a = stats.factors.template product<false>(x[i][e], half, parity);
-                const float product_b = stats.factors.template product<true>(y[i][e], half, parity);
-                const log_probability log_p_a = log_probability_of<LOGITS>(product_a, params.a, -query.lse_a);
-                const log_probability log_p_b = log_probability_of<LOGITS>(product_b, params.b, -query.lse_b);
+            for (int e = 0; e < 4; e++) {
+                const int half = e / 2, column = i * 8 + e % 2;
+                const row_stats query = stats.of(half, e % 2);
+                const log_probability log_p_a = log_probability_of<LOGITS>(products[e].a, params.a, -query.lse_a);
+                const log_probability log_p_b = log_probability_of<LOGITS>(products[e].b, params.b, -query.lse_b);
                 float gradient = pair_gradient<WRT_B>(log_p_a.value, log_p_b.value, query) * query.grad;
                 if (CAPPED)
                     gradient *= (WRT_B ? log_p_b : log_p_a).slope;
                 const bool seen = !MASKED || (column >= visible[half].begin && column < visible[half].end);
                 if (seen)
                     stats.add_to_kl(half, log_p_a.value, log_p_b.value);
-                pair[parity] = seen ? gradient : 0.0F;
+                gradients[e] = seen ? gradient : 0.0F;
             }
-            emit(i, half, pair[0], pair[1]);
-        }
+            emit(i, 0, gradients[0], gradients[1]);
+            emit(i, 1, gradients[2], gradients[3]);
+        };
+        if constexpr (!CAPPED)
+            emit_block(logits_constant<logits_kind::PLAIN>());
+        else if (POLYNOMIALS && polynomials_cover(products, params))
+            emit_block(logits_constant<logits_kind::POLYNOMIAL>());
+        else
+            emit_block(logits_constant<logits_kind::EXACT>());
     }
 }
 
 /* G of a stage in f32. Returns its largest finite element in the warp, warp-uniform. Stationary rows from `count` on
  * are undefined and ignored. */
-template <bool MASKED, bool WRT_B, bool CAPPED, typename VISIBLE, typename QUERY_STATS>
+template <bool MASKED, bool WRT_B, bool CAPPED, bool POLYNOMIALS, typename VISIBLE, typename QUERY_STATS>
 __device__ inline float compute_logit_gradients(stage_logits &g, const backward_params &params,
                                                 const argument_logits &logits, const VISIBLE &visible_rows, int count,
                                                 const QUERY_STATS &stats)
 {
     float largest[2] = {};
-    for_each_logit_gradient<MASKED, WRT_B, CAPPED>(
+    for_each_logit_gradient<MASKED, WRT_B, CAPPED, POLYNOMIALS>(
         params, logits, visible_rows, stats, [&](int i, int half, float low, float high) {
             g[i][half * 2] = low;
             g[i][half * 2 + 1] = high;
