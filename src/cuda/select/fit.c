@@ -25,15 +25,12 @@ uint32_t skl_cuda_work_of(const skl_problem *p)
     return skl_group_size(p) > 1 ? SKL_DOES_GROUPS : SKL_DOES_ATTENTION;
 }
 
-/* On Hopper the queries of all teacher heads of a group stay in shared memory, with two stages of keys if the heads
- * do not share them. Kernels with softcaps pad heads to 128 dimensions. */
+/* On Hopper the queries of all teacher heads of a group stay in shared memory, with at least one stage of keys. Kernels
+ * with softcaps pad heads to 128 dimensions. */
 static bool fits_group_memory(const skl_problem *p)
 {
-    const bool narrow = p->dim_s <= 64 && !skl_select_is_capped(p);
-    const bool shared = p->heads_t / p->key_heads_t % skl_group_size(p) == 0;
-    const int64_t padded_dim_t = p->dim_t <= 64 && narrow ? 64 : SKL_GROUP_DIM_MAX;
-    const int64_t dims_max = shared || narrow ? SKL_GROUP_DIMS_MAX : SKL_GROUP_DIMS_MAX - SKL_GROUP_DIM_MAX;
-    return skl_group_size(p) * padded_dim_t <= dims_max;
+    const bool narrow = p->dim_t <= 64 && p->dim_s <= 64 && !skl_select_is_capped(p);
+    return skl_group_size(p) * (narrow ? 64 : SKL_GROUP_DIM_MAX) <= SKL_GROUP_DIMS_MAX;
 }
 
 /* Kernels count tiles in 32 bits. */
