@@ -124,7 +124,7 @@ class Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, slot: Slot, compute: Callable):
         ctx.slot, ctx.compute = slot, compute
-        made = _Forward(*compute(q, k, v)) if slot.term is None else _forward(slot, slot.term, compute, q, k, v)
+        made = _apart(compute, None, q, k, v) if slot.term is None else _forward(slot, slot.term, compute, q, k, v)
         ctx.graph, ctx.of_kl, ctx.carries = made.graph, made.of_kl, made.carries
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, made.output, made.lse)
@@ -142,24 +142,25 @@ class Carried(torch.autograd.Function):
             )
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        if ctx.graph is not None:
-            own = ctx.graph.gradients(grad_output)
-            made = own if scale is None else added(own, ctx.of_kl, scale)
-            slot.finish()
-        elif term is None or scale is None:
-            made = Graph(ctx.compute, term, q, k, v).gradients(grad_output)
-        else:
+        graph, of_kl = ctx.graph, ctx.of_kl
+        if of_kl is None and term is not None and scale is not None:
             operands, weight = _operands(term, q, k, lse, scale)
             if ctx.carries or carries_kl(operands):
                 *rows, dq, dk, dv = in_one_call(operands, term, v, output, grad_output)
+                made = dq, dk, dv
             else:
-                own = Graph(ctx.compute, term, q, k, v).gradients(grad_output)
                 *rows, dq, dk = one_pass(operands, term, q.shape[0])
-                dq, dk, dv = added(own, [dq, dk], 1.0)
+                made = added(graph.gradients(grad_output), [dq, dk], 1.0)
             if rows and slot.kl is None:
                 slot.know(rows[0], weight)
             slot.finish()
-            made = dq, dk, dv
+        else:
+            graph = graph or Graph(ctx.compute, term, q, k, v)
+            made = graph.gradients(grad_output)
+            if of_kl is not None and scale is not None:
+                made = added(made, of_kl, scale)
+            if of_kl is not None:
+                slot.finish()
         ctx.graph = ctx.of_kl = None
         return *made, None, None
 
@@ -182,9 +183,15 @@ class Graph:
 class _Forward(NamedTuple):
     output: torch.Tensor
     lse: torch.Tensor | None  # the student's LSE
-    graph: Graph | None = None  # apart: the attention's own
-    of_kl: list[torch.Tensor] | None = None  # apart: gradients of q and k
+    graph: Graph | None = None  # the attention's own, unless its backward carries the KL
+    of_kl: list[torch.Tensor] | None = None  # gradients of q and k, if they are known and the backward does not carry the KL
     carries: bool = False  # one call gives the gradients of both
+
+
+def _apart(compute, term: Term | None, q, k, v) -> _Forward:
+    """torch's attention with its own backward."""
+    graph = Graph(compute, term, q, k, v)
+    return _Forward(graph.output.detach(), None if graph.lse is None else graph.lse.detach(), graph)
 
 
 def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
@@ -222,13 +229,12 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
             *term.options,
         )
     else:
-        graph = Graph(compute, term, q, k, v)
-        lse = None if graph.lse is None else graph.lse.detach()
-        operands, weight = _operands(term, q, k, lse, 1.0)
+        made = _apart(compute, term, q, k, v)
+        operands, weight = _operands(term, q, k, made.lse, 1.0)
         *rows, dq, dk = one_pass(operands, term, q.shape[0])
         if term.with_value:
             slot.know(rows[0], weight)
-        return _Forward(graph.output.detach(), lse, graph, [dq, dk])
+        return made._replace(of_kl=[dq, dk])
     term.lse_t = lse_t if term.lse_t is None else term.lse_t
     if term.with_value:
         slot.know(kl, term.weights(lse))
