@@ -184,7 +184,9 @@ class _Forward(NamedTuple):
     output: torch.Tensor
     lse: torch.Tensor | None  # the student's LSE
     graph: Graph | None = None  # the attention's own, unless its backward carries the KL
-    of_kl: list[torch.Tensor] | None = None  # gradients of q and k, if they are known and the backward does not carry the KL
+    of_kl: list[torch.Tensor] | None = (
+        None  # gradients of q and k, if they are known and the backward does not carry the KL
+    )
     carries: bool = False  # one call gives the gradients of both
 
 

@@ -25,8 +25,8 @@ uint32_t skl_cuda_work_of(const skl_problem *p)
     return skl_group_size(p) > 1 ? SKL_DOES_GROUPS : SKL_DOES_ATTENTION;
 }
 
-/* On Hopper the queries of all teacher heads of a group stay in shared memory, with at least one stage of keys. Kernels
- * with softcaps pad heads to 128 dimensions. */
+/* On Hopper the queries of all teacher heads of a group stay in shared memory, with at least one stage of keys.
+ * Kernels with softcaps pad heads to 128 dimensions. */
 static bool fits_group_memory(const skl_problem *p)
 {
     const bool narrow = p->dim_t <= 64 && p->dim_s <= 64 && !skl_select_is_capped(p);
