@@ -204,6 +204,23 @@ def test_weights_of_rows_heads_and_layers(folder, monkeypatch):
         assert entry["attention"] == pytest.approx(distiller.loss().item(), rel=1e-4)
 
 
+def test_relations_and_temperature(folder, monkeypatch):
+    """The loss of a step is that of a distiller with these options."""
+    teachers, load_teacher = [], loop.load_teacher
+    monkeypatch.setattr(loop, "load_teacher", lambda *given: teachers.append(load_teacher(*given)) or teachers[-1])
+    assert (
+        run(folder, "relations", "--relations", "qk", "vv", rate=0, batch=1, temperature=2, output_weight=0, steps=1)
+        == 0
+    )
+    entry = json.loads((folder / "relations/log.jsonl").read_text())
+    student = LlamaForCausalLM.from_pretrained(folder / "relations/student")
+    ids = torch.from_numpy(np.load(folder / "data.npy")[data.order(18, 0, 0, 1)]).long()
+    options = dict(relations=("qk", "vv"), temperature=2.0, layer_map=[1, 3])
+    with AttentionDistiller(teachers[0], student, **options) as distiller, torch.no_grad():
+        student(input_ids=ids)
+        assert entry["attention"] == pytest.approx(distiller.loss().item(), rel=1e-4)
+
+
 def test_a_teacher_that_finds_no_needle(folder, monkeypatch, capsys):
     monkeypatch.setattr(loop, "retrieval_scores", lambda *_: {0: [0.0, 0.0], 1: [0.0, 0.0]})
     assert run(folder, "blind", head_weight="retrieval") == 2
@@ -390,6 +407,7 @@ ERRORS = {
     "no loss": (dict(attention_weight=0, output_weight=0), "at least one must be above 0"),
     "no control": (["--control", "--output-weight", "0"], "--control: needs"),
     "no comparison": (["--control", "--eval-sequences", "0"], "--control: needs --eval-sequences above 0"),
+    "temperature": (dict(temperature=0), "--temperature=0.0: must be 1e-06.."),
     "teacher": (dict(teacher="nowhere"), "--teacher nowhere: must be a folder with a config.json"),
     "layers": (dict(student_layers=9), "--student-layers=9: must be 1..4"),
     "heads": (dict(student_heads=3), "--student-heads=3: must divide 4"),

@@ -69,8 +69,8 @@ def test_a_needle_has_a_first_and_a_last_token(key, found):
 
 def test_the_language_loss_alone():
     options = SimpleNamespace(
-        attention_weight=0.0, output_weight=0.0, language_weight=0.5, sample_rows=1.0, context_parallel=1,
-        distiller=lambda: {},
+        attention_weight=0.0, output_weight=0.0, language_weight=0.5, hidden_weight=0.0, sample_rows=1.0,
+        relations=["qk"], temperature=1.0, context_parallel=1, distiller=lambda: {},
     )  # fmt: skip
     student, ids = llama(), batch(size=2, length=7)["input_ids"]
     losses = Objective(llama(), student, options, {})(ids)
@@ -78,6 +78,24 @@ def test_the_language_loss_alone():
     assert losses.keys() == {"language", "loss"}
     torch.testing.assert_close(losses["language"], expected)
     torch.testing.assert_close(losses["loss"], 0.5 * expected)
+
+
+def test_hidden_states_are_compared_by_layer():
+    options = SimpleNamespace(
+        attention_weight=0.0, output_weight=0.0, language_weight=0.0, hidden_weight=3.0, sample_rows=1.0, layer_map=[1, 0],
+        relations=["qk"], temperature=1.0, context_parallel=1, distiller=lambda: {},
+    )  # fmt: skip
+    teacher, student, ids = llama(), llama(), batch(size=2, length=7)["input_ids"]
+    losses = Objective(teacher, student, options, {})(ids)
+    states_t, states_s = (
+        model.base_model(input_ids=ids, output_hidden_states=True).hidden_states for model in (teacher, student)
+    )
+    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((1, 2), (2, 1))]
+    assert losses.keys() == {"hidden", "loss"}
+    torch.testing.assert_close(losses["hidden"], torch.stack(errors).mean())
+    torch.testing.assert_close(losses["loss"], 3 * losses["hidden"])
+    losses["loss"].backward()
+    assert student.base_model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
 
 
 IDS = torch.arange(6).view(2, 3)

@@ -93,8 +93,11 @@ class Run:
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
         self.objective = Objective(self.teacher, self.student, options, self._weights())
         self.wrapped = self._wrap()
-        trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=options.rate, weight_decay=options.weight_decay)
+        self.trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
+        fused = self.accelerator.device.type == "cuda"  # one kernel for all weights
+        self.optimizer = torch.optim.AdamW(
+            self.trained, lr=options.rate, weight_decay=options.weight_decay, fused=fused
+        )
         evaluates = options.eval_sequences and not options.dry_run
         self.before = (before or self._evaluated_before()) if evaluates else None
         self.student.train()
@@ -274,7 +277,7 @@ class Run:
                 self.accelerator.backward(losses["loss"] / options.accumulate)
             for name, loss in losses.items():
                 sums[name] = sums.get(name, 0) + loss.detach().float() / options.accumulate
-        norm: Any = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), options.clip or math.inf)
+        norm: Any = self.accelerator.clip_grad_norm_(self.trained, options.clip or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         *means, norm = self.accelerator.reduce(torch.stack([*sums.values(), norm.detach().float()]), "mean").tolist()
         losses = dict(zip(sums, means))
@@ -337,8 +340,11 @@ class Run:
 
     def _stops(self) -> bool:
         """Whether any rank was interrupted."""
-        flag = torch.tensor(float(self.interrupts.pressed > 0), device=self.accelerator.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0) if self.accelerator.num_processes > 1 else bool(flag)
+        pressed = self.interrupts.pressed > 0
+        if self.accelerator.num_processes == 1:
+            return pressed
+        flag = torch.tensor(float(pressed), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def _save(self) -> None:
         state = dict(

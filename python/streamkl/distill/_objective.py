@@ -1,4 +1,4 @@
-"""The loss of a step: attention KL, output KL and language loss of a batch."""
+"""The loss of a step: attention KL, output KL, language loss and error of the hidden states of a batch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ class Objective(torch.nn.Module):
         super().__init__()
         self.module = student  # the name by which streamkl.hf finds the model inside wrappers
         self._no_split_modules = student._no_split_modules
-        more = dict(sample_rows=options.sample_rows, **options.distiller(), **weights)
+        more = dict(
+            sample_rows=options.sample_rows, relations=options.relations, temperature=options.temperature,
+            **options.distiller(), **weights,
+        )  # fmt: skip
         self.distiller = AttentionDistiller(teacher, student, **more)
         self.teaches_attention = True  # in this phase of the training
         weights = dict(
-            attention=options.attention_weight, output=options.output_weight, language=options.language_weight
-        )
+            attention=options.attention_weight, output=options.output_weight, language=options.language_weight,
+            hidden=options.hidden_weight,
+        )  # fmt: skip
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
         self._others = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
         _check(*self._others, self.weights)
         self.ranks = options.context_parallel
+        if "hidden" in self.weights:  # the teacher layer of each student layer
+            self._layers = options.layer_map or _even_layers(teacher, student)
 
     def attached(self) -> Any:
         """Inside this context the attention of both models is recorded, if the loss needs it."""
@@ -54,7 +60,7 @@ class Objective(torch.nn.Module):
         return self.module.config
 
     def forward(self, ids: Any, labels: torch.Tensor | None = None, positions: torch.Tensor | None = None) -> Any:
-        """{"loss", "attention", "output", "language"}, as far as they have a weight.
+        """{"loss", "attention", "output", "language", "hidden"}, as far as they have a weight.
 
         `labels` and `positions` are those of a shard of the sequences, under context parallelism. If `ids` is a
         function, its result: a sharded student must run inside this module.
@@ -62,11 +68,13 @@ class Objective(torch.nn.Module):
         if callable(ids):
             return ids()
         outputs_t, outputs_s = self._others
-        hidden_s: Any = outputs_s.hidden(ids, positions)
+        states_s: list[torch.Tensor] | None = [] if "hidden" in self.weights else None
+        states_t: list[torch.Tensor] | None = None if states_s is None else []
+        hidden_s: Any = outputs_s.hidden(ids, positions, states_s)
         hidden_t: Any = None
-        if "output" in self.weights:
+        if self.weights.keys() & {"output", "hidden"}:
             with torch.no_grad():
-                hidden_t = outputs_t.hidden(ids, positions)
+                hidden_t = outputs_t.hidden(ids, positions, states_t)
         losses = {}
         if "attention" in self.weights and self.teaches_attention:
             losses["attention"] = self.distiller.loss()
@@ -80,13 +88,30 @@ class Objective(torch.nn.Module):
             length = ids.shape[1] * self.ranks  # of a sequence, whose last token predicts nothing
             weights = (self.weights.get("output", 0.0), self.weights.get("language", 0.0))
             labelled = ids.numel() * (length - 1) / length
+            compared = hidden_t if "output" in self.weights else None
             total, *both = output_losses(
-                outputs_t.head, outputs_s.head, hidden_t, hidden_s, labels, weights, labelled
+                outputs_t.head, outputs_s.head, compared, hidden_s, labels, weights, labelled
             )
             losses |= {name: loss for name, loss in zip(("output", "language"), both) if name in self.weights}
+        if states_s is not None and states_t is not None:
+            pairs = [(state, states_t[j + 1]) for state, j in zip(states_s[1:], self._layers)]
+            losses["hidden"] = torch.stack([_relative_error(*pair) for pair in pairs]).mean()
+            total = total + self.weights["hidden"] * losses["hidden"]
         if "attention" in losses:
             total = total + self.weights["attention"] * losses["attention"]
         return {**losses, "loss": total}
+
+
+def _even_layers(teacher: Any, student: Any) -> list[int]:
+    """The teacher layer of each student layer: evenly spread, ending at the last."""
+    count_t, count_s = (model.config.get_text_config().num_hidden_layers for model in (teacher, student))
+    return [round((i + 1) * count_t / count_s) - 1 for i in range(count_s)]
+
+
+def _relative_error(state_s: torch.Tensor, state_t: torch.Tensor) -> torch.Tensor:
+    """Squared error of hidden states over the squares of the teacher's: the size of a layer's states does not count."""
+    state_s, state_t = state_s.float(), state_t.float()
+    return F.mse_loss(state_s, state_t) / state_t.square().mean()
 
 
 def next_tokens(ids: torch.Tensor) -> torch.Tensor:
@@ -105,11 +130,17 @@ class Outputs:
         if embeddings is not None and not (type(embeddings) is torch.nn.Linear and _is_plain_head(model, embeddings)):
             self.head = torch.nn.Identity()  # "hidden" states are the logits
 
-    def hidden(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden(
+        self, ids: torch.Tensor, positions: torch.Tensor | None = None, states: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """The last hidden states. `states` receives the embeddings and the hidden states of all layers."""
         module = self.model if isinstance(self.head, torch.nn.Identity) else self.model.base_model
         takes_cache = "use_cache" in inspect.signature(module.forward).parameters
         options = {"use_cache": False} if takes_cache else {}
+        options |= {} if states is None else {"output_hidden_states": True}
         answer = module(input_ids=ids, **options, **({} if positions is None else {"position_ids": positions}))
+        if states is not None:
+            states += answer.hidden_states
         return answer.logits if isinstance(self.head, torch.nn.Identity) else answer.last_hidden_state
 
 
@@ -127,11 +158,16 @@ def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
 def _check(outputs_t: Outputs, outputs_s: Outputs, weights: dict[str, float]) -> None:
     if "language" in weights and not (outputs_s.head is not None and outputs_s.is_causal):
         raise UserError(f"--language-weight: {type(outputs_s.model).__name__} predicts no next token: must be 0")
+    if "hidden" in weights:
+        _check_size("--hidden-weight", "hidden_size", outputs_t, outputs_s)
     if "output" not in weights:
         return
     if (outputs_t.head is None) != (outputs_s.head is None):
         raise UserError("--output-weight: only one of teacher and student has a language head: must be 0")
-    name = "hidden_size" if outputs_s.head is None else "vocab_size"
-    size_t, size_s = (getattr(each.model.config.get_text_config(), name, None) for each in (outputs_t, outputs_s))
+    _check_size("--output-weight", "hidden_size" if outputs_s.head is None else "vocab_size", outputs_t, outputs_s)
+
+
+def _check_size(option: str, name: str, *outputs: Outputs) -> None:
+    size_t, size_s = (getattr(each.model.config.get_text_config(), name, None) for each in outputs)
     if size_t != size_s:
-        raise UserError(f"--output-weight: {name} is {size_t} in the teacher and {size_s} in the student: must be 0")
+        raise UserError(f"{option}: {name} is {size_t} in the teacher and {size_s} in the student: must be 0")

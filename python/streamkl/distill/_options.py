@@ -100,12 +100,17 @@ class Options:
     output_weight: float = _option(1.0, "weight of the KL between the output distributions; for a model without a language "
                                    "head, of the squared error of its last hidden states")  # fmt: skip
     language_weight: float = _option(0.0, "weight of the language loss: cross-entropy of the next token")
+    hidden_weight: float = _option(0.0, "weight of the squared error of hidden states, relative to those of the teacher: of every "
+                                   "student layer and the teacher layer that it learns from")  # fmt: skip
     direction: str = _option("forward", "forward: KL(teacher || student); reverse: KL(student || teacher)",
                              choices=("forward", "reverse"))  # fmt: skip
     layer_map: list[int] = _option((), "teacher layer that each student layer learns from; default: evenly spread", int,
                                    many=True)  # fmt: skip
     head_map: list[int] = _option((), "teacher head of each student head; default: the mean of neighbouring heads", int,
                                   many=True)  # fmt: skip
+    relations: list[str] = _option(("qk",), "what the attention KL compares: qk, the attention, or the relations qq, kk and vv of "
+                                   "MiniLMv2", str, many=True, choices=("qk", "qq", "kk", "vv"))  # fmt: skip
+    temperature: float = _option(1.0, "divides the logits of the attention KL, which is multiplied by its square")
     sample_rows: float = _option(1.0, "share of the rows that the attention KL compares in a step")
     attention_until: float = _option(1.0, "share of the steps with the attention KL; those after it train without")
     row_weight: str = _option("", "how rows count in the attention KL: far or far:TOKENS, by the teacher's attention to keys "
@@ -156,11 +161,14 @@ class Options:
         if self.student and (self.student_layers or self.student_heads or self.student_key_heads or self.init_layers):
             raise UserError("--student: its folder says its shape: leave out --student-layers, --student-heads, "
                             "--student-key-heads and --init-layers")  # fmt: skip
-        if self.attention_weight + self.output_weight + self.language_weight == 0:
-            raise UserError("--attention-weight, --output-weight, --language-weight: at least one must be above 0")
-        if self.control and self.output_weight + self.language_weight == 0:
+        others = self.output_weight + self.language_weight + self.hidden_weight
+        if self.attention_weight + others == 0:
             raise UserError(
-                "--control: needs --output-weight or --language-weight above 0: the control learns from nothing else"
+                "--attention-weight, --output-weight, --language-weight, --hidden-weight: at least one must be above 0"
+            )
+        if self.control and others == 0:
+            raise UserError(
+                "--control: needs --output-weight, --language-weight or --hidden-weight above 0: the control learns from nothing else"
             )
         if self.control and not self.eval_sequences:
             raise UserError("--control: needs --eval-sequences above 0: it is a comparison on held-out sequences")
@@ -226,6 +234,7 @@ _RANGES = {
     "context": (2, math.inf), "steps": (1, math.inf), "batch": (1, math.inf), "accumulate": (1, math.inf),
     "rate": (0, math.inf), "warmup": (0, 1), "weight_decay": (0, math.inf), "clip": (0, math.inf), "seed": (0, 2**31 - 1),
     "attention_weight": (0, math.inf), "output_weight": (0, math.inf), "language_weight": (0, math.inf),
+    "hidden_weight": (0, math.inf), "temperature": (1e-6, math.inf),
     "sample_rows": (1e-6, 1), "attention_until": (0, 1), "eval_sequences": (0, math.inf), "needles": (0, math.inf), "checkpoint_every": (0, math.inf), "eval_every": (0, math.inf),
     "log_every": (1, math.inf), "student_layers": (0, math.inf), "student_heads": (0, math.inf),
     "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf), "start_context": (0, math.inf),
@@ -298,7 +307,10 @@ def add_arguments(parser: argparse.ArgumentParser, names: set[str] | None = None
             name = "N" if about["kind"] is int else "X"
             parser.add_argument(flag, type=partial(_numbers, about["kind"]), metavar=f"{name},{name},...", **common)
         elif about["many"]:
-            parser.add_argument(flag, nargs="+", metavar="NAME" if f.name == "track" else "FILE", **common)
+            names_of = {"track": "NAME", "relations": None}
+            parser.add_argument(
+                flag, nargs="+", choices=about["choices"] or None, metavar=names_of.get(f.name, "FILE"), **common
+            )
         else:
             words = {"row_weight": "HOW"}
             metavar = (

@@ -72,8 +72,8 @@ class _Losses(torch.autograd.Function):
             if rows_t is not None:
                 x = _log_softmax(head_t(rows_t))
                 p = x.exp()
+                dy.sub_(p, alpha=w_output)
                 output += x.sub_(y).mul_(p).sum()
-                dy.sub_(p.mul_(w_output))
             dy.scatter_add_(1, row_labels.clamp(min=0)[:, None], (-w_language * has_label.to(dy.dtype))[:, None])
             dy = dy.to(logits.dtype)
             if needs[0]:

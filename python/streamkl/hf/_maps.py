@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Union
 
 import torch
 
 from .._options import is_whole
+from ._keys import Keys
 from ._layers import Layer
 
 IntMap = Union[Mapping[int, int], Sequence[int]]
@@ -127,8 +129,10 @@ def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list
     def is_local(layer: Layer) -> bool:
         return layer.keys is not None and layer.keys.count < widest
 
+    same_keys = cache(Keys.equals)  # layers share their keys, and every comparison waits for the GPU
+
     def has_same_keys(a: Layer, b: Layer) -> bool:
-        return a.keys is not None and b.keys is not None and a.keys.equals(b.keys)
+        return a.keys is not None and b.keys is not None and same_keys(a.keys, b.keys)
 
     def of(i: int) -> int:
         even = (i + 1) * len(teacher) / len(student) - 1
