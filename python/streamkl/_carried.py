@@ -14,7 +14,7 @@ from . import _library as lib
 from ._attention_kl import expand_weight
 from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight, weighted
-from ._ops import BOTH_LSES, Operators, carries_kl, supports
+from ._ops import BOTH_LSES, Operators, supports
 from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_tensors, translate, with_options
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
@@ -70,8 +70,11 @@ class Slot:
 
     def __init__(self, inject: bool, term: Term | None = None) -> None:
         self.inject = inject  # the weight of the KL does not depend on an upstream gradient
-        self.term = term  # None: the backward is that of the attention alone
+        self.term = (
+            term  # None: the backward is that of the attention alone; later than the forward: a kernel carries it
+        )
         self.is_done = False  # the backward has run
+        self.has_kernel = True  # false if a KL came after the forward, and nothing could carry it
         self.kl: torch.Tensor | None = None  # the KL of each row, once it is known
         self._value: torch.Tensor | None = None
 
@@ -124,8 +127,8 @@ class Carried(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, slot: Slot, compute: Callable):
         ctx.slot, ctx.compute = slot, compute
-        made = _apart(compute, None, q, k, v) if slot.term is None else _forward(slot, slot.term, compute, q, k, v)
-        ctx.graph, ctx.of_kl, ctx.carries = made.graph, made.of_kl, made.carries
+        made = _Forward(*compute(q, k, v)) if slot.term is None else _forward(slot, slot.term, compute, q, k, v)
+        ctx.graph, ctx.of_kl = made.graph, made.of_kl
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, made.output, made.lse)
         # Not the tensor that the slot keeps: as an output it would refer to the graph.
@@ -142,25 +145,19 @@ class Carried(torch.autograd.Function):
             )
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
-        graph, of_kl = ctx.graph, ctx.of_kl
-        if of_kl is None and term is not None and scale is not None:
+        if ctx.graph is not None:
+            own = ctx.graph.gradients(grad_output)
+            made = own if scale is None else added(own, ctx.of_kl, scale)
+            slot.finish()
+        elif term is None or scale is None:
+            made = Graph(ctx.compute, term, q, k, v).gradients(grad_output)
+        else:
             operands, weight = _operands(term, q, k, lse, scale)
-            if ctx.carries or carries_kl(operands):
-                *rows, dq, dk, dv = in_one_call(operands, term, v, output, grad_output)
-                made = dq, dk, dv
-            else:
-                *rows, dq, dk = one_pass(operands, term, q.shape[0])
-                made = added(graph.gradients(grad_output), [dq, dk], 1.0)
+            *rows, dq, dk, dv = in_one_call(operands, term, v, output, grad_output)
             if rows and slot.kl is None:
                 slot.know(rows[0], weight)
             slot.finish()
-        else:
-            graph = graph or Graph(ctx.compute, term, q, k, v)
-            made = graph.gradients(grad_output)
-            if of_kl is not None and scale is not None:
-                made = added(made, of_kl, scale)
-            if of_kl is not None:
-                slot.finish()
+            made = dq, dk, dv
         ctx.graph = ctx.of_kl = None
         return *made, None, None
 
@@ -183,17 +180,8 @@ class Graph:
 class _Forward(NamedTuple):
     output: torch.Tensor
     lse: torch.Tensor | None  # the student's LSE
-    graph: Graph | None = None  # the attention's own, unless its backward carries the KL
-    of_kl: list[torch.Tensor] | None = (
-        None  # gradients of q and k, if they are known and the backward does not carry the KL
-    )
-    carries: bool = False  # one call gives the gradients of both
-
-
-def _apart(compute, term: Term | None, q, k, v) -> _Forward:
-    """torch's attention with its own backward."""
-    graph = Graph(compute, term, q, k, v)
-    return _Forward(graph.output.detach(), None if graph.lse is None else graph.lse.detach(), graph)
+    graph: Graph | None = None  # apart: the attention's own
+    of_kl: list[torch.Tensor] | None = None  # apart: gradients of q and k
 
 
 def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
@@ -210,10 +198,10 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
         kl, lse_t, lse, output = Operators.attention_forward(
             term.q_t, term.k_t, q, k, v, lib.KL | BOTH_LSES, *term.lengths, *term.options
         )
-        made = _Forward(output, lse, carries=True)
+        made = _Forward(output, lse)
     elif carries:
         output, lse = compute(q, k, v)
-        made = _Forward(output, lse, carries=True)
+        made = _Forward(output, lse)
         if not term.with_value:
             return made
         kl, lse_t, lse = Operators.forward(
@@ -231,12 +219,13 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
             *term.options,
         )
     else:
-        made = _apart(compute, term, q, k, v)
-        operands, weight = _operands(term, q, k, made.lse, 1.0)
+        graph = Graph(compute, term, q, k, v)
+        lse = None if graph.lse is None else graph.lse.detach()
+        operands, weight = _operands(term, q, k, lse, 1.0)
         *rows, dq, dk = one_pass(operands, term, q.shape[0])
         if term.with_value:
             slot.know(rows[0], weight)
-        return made._replace(of_kl=[dq, dk])
+        return _Forward(graph.output.detach(), lse, graph, [dq, dk])
     term.lse_t = lse_t if term.lse_t is None else term.lse_t
     if term.with_value:
         slot.know(kl, term.weights(lse))

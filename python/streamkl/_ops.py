@@ -110,14 +110,10 @@ class Operators:
     )
 
 
-def carries_kl(operands) -> bool:
+def carries_kl(q_t: torch.Tensor, k_t: torch.Tensor, q_s: torch.Tensor, k_s: torch.Tensor, lengths, options) -> bool:
     """Whether attention_backward runs: on a CPU, or on a GPU with a kernel for the KL and the attention backward together."""
-    if operands.q_t.device.type == "cpu":
-        return True
-    tensors = {name: getattr(operands, name) for name in ("q_t", "k_t", "q_s", "k_s", "lse_t", "lse_s", "grad_kl")}
-    return supports(
-        plan_for(specs_of(**tensors, **operands.lengths._asdict()), operands.options), lib.ATTENTION_BACKWARD
-    )
+    specs = specs_of(q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, **lengths._asdict())
+    return q_t.device.type == "cpu" or supports(plan_for(specs, options), lib.ATTENTION_BACKWARD)
 
 
 @lru_cache(maxsize=4096)

@@ -97,7 +97,7 @@ def _differentiate(q, k, v, q_t, k_t, lse_t, output, lse_s, grad_output, grad_kl
     lengths, options = _call_of(rest)
     term = Term(q_t, k_t, lse_t, 1.0, None, False, lengths, options, with_value=False)
     operands = Operands(q_t, k_t, q, k, lse_t, lse_s, grad_kl, lengths, options)
-    if carries_kl(operands):
+    if carries_kl(q_t, k_t, q, k, lengths, options):
         made = in_one_call(operands, term, v, output, grad_output)[-3:]
     else:
         own = Graph(lambda q, k, v: attend(q, k, v, lengths, options), term, q, k, v).gradients(grad_output)

@@ -63,14 +63,24 @@ def test_gradients_are_those_of_the_separate_loss(name):
     assert (plain[name] - apart[name]).norm() > 0.01 * apart[name].norm()  # the KL matters in what was compared
 
 
-def test_packed_apart(monkeypatch):
-    monkeypatch.setattr(streamkl._carried, "carries_kl", lambda *_: False)
+def test_a_layer_that_no_kernel_carries_runs_its_own_attention(monkeypatch):
+    """From the second step on: the first learns it after the student's forward."""
     teacher, student = models()
-    batch, layers = BATCHES["packed"]
-    apart, _, _, _ = gradients(teacher, student, batch)
-    fused, _, _, carried = gradients(teacher, student, batch, fused=True)
-    assert carried == layers
-    assert_same(fused, apart)
+    student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    batch, _ = BATCHES["packed"]
+    expected, _, _, _ = gradients(teacher, student, batch)
+    monkeypatch.setattr(streamkl.hf._pairs, "carries_kl", lambda *_: False)
+    student.train()
+    handles = []
+    with AttentionDistiller(teacher, student, fused=True) as distiller:
+        for _ in range(2):
+            student.zero_grad()
+            loss = student(input_ids=IDS, use_cache=False, labels=IDS, **batch).loss
+            handles.append([call.handle is not None for call in distiller.student.step.calls])
+            (loss + distiller.loss()).backward()
+            assert distiller.carried_layers == []
+            assert_same({name: p.grad for name, p in student.named_parameters()}, expected)
+    assert handles == [[True, True], [False, False]]
 
 
 OPTIONS = {

@@ -64,7 +64,7 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     # A context-parallel region replaces SDPA, not its kernels.
     is_whole = not torch.compiler.is_compiling() and active_region() is None
     if implementation == "sdpa" and not args and is_whole:
-        if recorder.carries and _can_carry(query, key, value, **kwargs):
+        if recorder.carries and module not in recorder.apart and _can_carry(query, key, value, **kwargs):
             query, key, value = map(as_autocast, (query, key, value))
             answer, lse, handle = _carried(module, query, key, value, attention_mask, causal, **kwargs)
         else:
@@ -87,6 +87,8 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
         elif not recorder.needs_values:
             call.value = None
         recorder.step.calls.append(call)
+        if handle is not None:
+            recorder.slots[module] = handle.slot
     return answer
 
 

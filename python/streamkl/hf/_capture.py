@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from .._carried import Slot
 from ._attention import Call, record_attention
 from ._context import Region, active_region
 from ._keys import Keys, Refused
@@ -142,6 +143,10 @@ class Recorder:
         self.captures: list[Capture] = []
         self.needs_values = False
         self.carries = False  # its attention can carry the KL
+        # Modules whose KL no kernel carries run their own attention. That changes between steps only: a recomputation must run
+        # what the forward ran.
+        self.apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self.slots: dict[torch.nn.Module, Slot] = {}  # of the last step
         self.step: Step | None = None  # belongs to the forward that runs now
         self._verify: set[Verify] = set()  # the choices of all captures
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
@@ -206,6 +211,8 @@ class Recorder:
         self._hooks, self._implementations, self._shared = [], [], []
         self.step = None
         self._proven.clear()
+        self.apart.clear()
+        self.slots = {}
 
     def _own_shared_configs(self, model: PreTrainedModel) -> None:
         """Models made from one config object share it: this one gets a copy while another one is attached."""
@@ -234,6 +241,8 @@ class Recorder:
         if not is_compiling:
             for capture in self.captures:
                 capture.before_forward()
+        self.apart.update(module for module, slot in self.slots.items() if not slot.has_kernel)
+        self.slots = {}
         versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
         region = None if is_compiling else active_region()
         self.step = Step(module, args, kwargs, versions, torch.is_grad_enabled(), module.training, region, [])

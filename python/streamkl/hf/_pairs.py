@@ -11,6 +11,7 @@ import torch
 from .._options import Direction, Parallel
 from .._attention_kl import attention_kl
 from .._carried import CarriedKL, term_of
+from .._ops import carries_kl
 from ..losses import relation_heads
 from . import _maps as maps
 from ._keys import Keys
@@ -104,7 +105,11 @@ class Pair:
         lse_t = options.pop("lse_t")
         del options["lse_s"]  # the backward has it
         how = dict(with_value=with_value, packs_batch=rows.queries is not None)
-        handle.slot.term = term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, **how)
+        term = term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, **how)
+        handle.slot.has_kernel = carries_kl(q_t, k_t, q_s, k_s, term.lengths, term.options)
+        if not handle.slot.has_kernel:
+            return None
+        handle.slot.term = term
         return handle
 
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
