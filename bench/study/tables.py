@@ -101,7 +101,7 @@ def seeds_table(study: Study) -> list[str]:
         needles = ", ".join(share(study.arms[key][f"found_student_{study.length(key)}"]) for key in keys)
         mean = f"{statistics.mean(apart):+.4f}" if apart else ""
         lines.append(f"| {name} | {len(keys)} | {losses} | {mean} | {needles} |")
-    return lines if len(lines) > 2 else ["No arm has several seeds yet."]
+    return lines if len(lines) > 2 else []
 
 
 def tables(study: Study) -> dict[str, list[str]]:
@@ -116,16 +116,14 @@ def tables(study: Study) -> dict[str, list[str]]:
     longer = [key for key in other if int(study.arms[key]["context"]) > int(main["context"])]
     shapes = [key for key in other if key not in longer]
     found = {"arms": arms_table(study, plain), "seeds": seeds_table(study)}
-    for name, keys in ("long", longer), ("students", shapes):
-        found[name] = arms_table(study, keys) if keys else ["No arm of these is finished yet."]
-    return found
+    return found | {name: arms_table(study, keys) for name, keys in (("long", longer), ("students", shapes)) if keys}
 
 
 def write_tables(study: Study, page: Path) -> None:
     text = page.read_text()
     for name, lines in tables(study).items():
         marker = f"<!-- table: {name} -->"
-        if marker not in text:
+        if lines and marker not in text:
             sys.exit(f"{page}: has no {marker}")
         body = "\n".join(lines)
         text = re.sub(
@@ -146,7 +144,7 @@ def draw_loss(plt, study: Study, path: Path) -> None:
     panel.set_yticks(range(len(found)), [key[0] for key in found])
     panel.axvline(0, color=COLOURS[0])
     panel.set(
-        xlabel="held-out loss less that of the control, nats (left is better; two standard errors over sequences)"
+        xlabel="held-out loss less that of the control, nats\n(left is better; bars: two standard errors over sequences)"
     )
     figure.savefig(path)
 
