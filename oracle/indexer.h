@@ -66,6 +66,16 @@ static void add_index_term(real *gradient, real *gradient_rounding, real *terms,
     }
 }
 
+/* The largest magnitude of a weight of the row. */
+static real largest_weight(const struct run *run, const struct row *row)
+{
+    const struct model *const s = &run->student;
+    real largest = 0;
+    for (int64_t g = 0; g < s->index_heads; g++)
+        largest = fmax(largest, fabs(s->w[row->at_s * s->index_heads + g]));
+    return largest;
+}
+
 /* dw_g += scale dy_j relu(a_gj);  dq_g += scale dy_j w_g [a_gj > 0] k_j;  dk_j += scale dy_j w_g [a_gj > 0] q_g */
 static void add_index_gradients(const struct run *run, const struct row *row)
 {
@@ -86,6 +96,12 @@ static void add_index_gradients(const struct run *run, const struct row *row)
                 s->dw_terms[at_w + g] += fabs(dy * pair.dot);
             }
             s->dw_rounding[at_w + g] += dy_rounding * fabs(pair.dot) + fabs(dy) * (pair.products + fabs(pair.dot));
+            if (s->smallest > 0) {
+                s->dw_factors[at_w + g] += fabs(s->scale) * pair.products;
+                add_magnitudes(s->dq_factors + at.q, s->k + at_k, fabs(s->scale), s->dim);
+                add_magnitudes(s->dk_factors + at_k, s->q + at.q, fabs(s->scale), s->dim);
+            }
+            note_size(s, fabs(run->gradient[j]), w);
             const real rounding = fabs(w) * dy_rounding;
             add_index_term(s->dq + at.q, s->dq_rounding + at.q, s->dq_terms + at.q, s->k + at_k, s->dim, &pair,
                            dy * w, rounding + run->key_sum * fabs(dy * w));

@@ -19,8 +19,11 @@ struct model {
     int64_t orders;      /* in which a product of rows is added up; it is the worst of them */
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
-    real *w, *dw, *dw_rounding, *dw_terms; /* indexer: [batch, heads, length, index_heads] */
-    real *sink, *dsink, *dsink_rounding;   /* [heads] */
+    real *w, *dw, *dw_rounding, *dw_terms;      /* indexer: [batch, heads, length, index_heads] */
+    real *dq_factors, *dk_factors, *dw_factors; /* change of an element if all gradients of logits change by 1 */
+    real *largest; /* [2]: the largest gradient of a logit, or upstream gradient; the same times its weight */
+    real smallest; /* oracle_smallest_gradient(); the naive implementation needs no terms: 0 */
+    real *sink, *dsink, *dsink_rounding; /* [heads] */
 };
 
 /* A logarithm of a sum of exponentials, as the sum of two numbers: logits of 1e20 minus their LSE are then exact. */
@@ -94,6 +97,7 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
         model->scale = 1;
     if (model->scale == 0)
         model->scale = 1 / sqrt((real)(model->dim * model->index_heads));
+    model->smallest = sizeof(real) == sizeof(float) ? 0 : (real)oracle_smallest_gradient(run->problem, dtype);
     const int64_t query_heads = model->heads * model->index_heads;
     model->q = contiguous_copy(run, q, dtype, query_heads, run->length_q, model->dim);
     model->k = contiguous_copy(run, k, dtype, model->key_heads, model->length_k, model->dim);
@@ -101,6 +105,7 @@ static void load_model(const struct run *run, struct model *model, skl_dtype dty
     const int64_t count_k = run->batch * model->key_heads * model->length_k * model->dim;
     model->dq = filled(count_q, 0), model->dq_rounding = filled(count_q, 0), model->dq_terms = filled(count_q, 0);
     model->dk = filled(count_k, 0), model->dk_rounding = filled(count_k, 0), model->dk_terms = filled(count_k, 0);
+    model->dq_factors = filled(count_q, 0), model->dk_factors = filled(count_k, 0), model->largest = filled(2, 0);
 }
 
 static int is_pooled(const struct run *run)
@@ -123,6 +128,7 @@ static void load_weights(const struct run *run, struct model *model, const skl_i
     const int64_t count = weight_count(run);
     model->w = contiguous_copy(run, w, run->problem->dtype_w, model->heads, run->length_q, model->index_heads);
     model->dw = filled(count, 0), model->dw_rounding = filled(count, 0), model->dw_terms = filled(count, 0);
+    model->dw_factors = filled(count, 0);
 }
 
 static void load_sinks(const struct run *run, struct model *model, const float *sink)
@@ -159,6 +165,25 @@ static double *widened(real *array, int64_t count)
     return wide;
 }
 
+/* Adds the smallest gradients of logits that 16 bits round relatively: a smaller one has the error of these. */
+static void add_smallest(real *terms, real *factors, int64_t count, real smallest)
+{
+    for (int64_t n = 0; n < count; n++)
+        terms[n] += smallest * factors[n];
+    free(factors);
+}
+
+static void finish_terms(const struct run *run, const struct model *model, int64_t weights)
+{
+    const real of_pair = model->smallest * model->largest[0], of_weighted = model->smallest * model->largest[1];
+    const int64_t count_q = run->batch * model->heads * model->index_heads * run->length_q * model->dim;
+    const int64_t count_k = run->batch * model->key_heads * model->length_k * model->dim;
+    add_smallest(model->dq_terms, model->dq_factors, count_q, of_weighted);
+    add_smallest(model->dk_terms, model->dk_factors, count_k, of_weighted);
+    add_smallest(model->dw_terms, model->dw_factors, weights, of_pair);
+    free(model->largest);
+}
+
 /* Moves the results out and frees everything else. */
 static oracle_result take_results(const struct run *run)
 {
@@ -179,6 +204,8 @@ static oracle_result take_results(const struct run *run)
     const int64_t sinks_t = run->problem->sinks ? t->heads : 0, sinks_s = run->problem->sinks ? s->heads : 0;
     const int64_t of_v = run->v ? s->dim : 0; /* elements per row: the arrays are NULL without the attention */
     const int64_t weights = weight_count(run), query_heads = s->heads * s->index_heads;
+    finish_terms(run, t, 0);
+    finish_terms(run, s, weights);
     return (oracle_result){
         .kl = widened(run->kl, rows * s->heads),
         .lse_t = widened(run->lse_t, rows * t->heads),

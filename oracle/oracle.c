@@ -115,6 +115,15 @@ static void add_magnitudes(real *restrict to, const real *restrict x, real facto
         to[d] += factor * fabs(x[d]);
 }
 
+/* Notes the size of a gradient of a logit that is multiplied with a weight. */
+static void note_size(const struct model *model, real size, real weight)
+{
+    if (!isfinite(size))
+        return;
+    model->largest[0] = fmax(model->largest[0], size);
+    model->largest[1] = fmax(model->largest[1], size * fabs(weight));
+}
+
 /* dq += scale * gradient[j] * k[j];  dk[j] += scale * gradient[j] * q;  both times the slope of the logit. The
  * slope is rounded and changes with the logit; a slope of 0 still counts as one rounding. `parts`: sizes of the
  * parts that a gradient is the sum of; NULL: it has no parts. */
@@ -151,6 +160,11 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         add_magnitudes(dk_rounding, q, rounding + run->query_sum * size, model->dim);
         add_magnitudes(dq_terms, k, size, model->dim);
         add_magnitudes(dk_terms, q, size, model->dim);
+        if (model->smallest > 0) {
+            add_magnitudes(model->dq_factors + at.q, k, fabs(model->scale) * slope, model->dim);
+            add_magnitudes(model->dk_factors + at_k, q, fabs(model->scale) * slope, model->dim);
+        }
+        note_size(model, parts ? parts[j] : fabs(run->gradient[j]), 1);
     }
 }
 
@@ -549,6 +563,8 @@ static void backward_row(const struct run *run, const struct row *row)
 {
     const real g = run->grad_kl ? run->grad_kl[row->at_s] : 1;
     add_lse_roundings(run, row);
+    note_size(&run->teacher, fabs(g), 1);
+    note_size(&run->student, fabs(g), is_indexer(run) ? largest_weight(run, row) : 1);
     if (run->problem->gradients & (SKL_DQ_S | SKL_DK_S | SKL_DW_S | SKL_DSINK_S | SKL_DV_S))
         student_gradients(run, row, g);
     if (run->problem->gradients & (SKL_DQ_T | SKL_DK_T | SKL_DSINK_T))

@@ -16,6 +16,9 @@
 void oracle_compare_gpu(int is_gpu);
 double oracle_exponential_roundings(void);
 
+/* Roundings of a number that goes to base 2, or back: 1 on a GPU, whose statistics have logits in base 2, or 0. */
+double oracle_base_2_roundings(void);
+
 /* Contiguous arrays: tensors [batch, heads, length, dim], row vectors [batch, heads, length]. Packed problems have
  * no batch dimension: [heads, total, dim] and [heads, total]. Rows of a packed buffer after its last sequence have
  * the results of a row without visible keys: KL 0, LSE -inf, dot 0, gradients 0. */
@@ -34,7 +37,7 @@ typedef struct oracle_result {
     } rounding;
     struct {
         double *dq_t, *dk_t, *dq_s, *dk_s, *dw_s, *o_s, *dv_s;
-    } terms; /* sum of the magnitudes of the terms of each element */
+    } terms; /* sum of the magnitudes of the terms of each element, none below oracle_smallest_gradient() */
 } oracle_result;
 
 /* Reads these inputs: q, k, grad_kl; lse_t with teacher groups or an indexer; w_s and indices; cu_seqlens,
@@ -109,6 +112,10 @@ double oracle_type_rounding(skl_dtype dtype);
 /* The largest relative error with which a kernel that has `rounds_gradients` rounds the gradient of a logit before it
  * multiplies it with tensors of this type. */
 double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype);
+
+/* The smallest gradient of a logit that such a kernel rounds relatively, divided by the largest one of the problem or
+ * the largest upstream gradient. */
+double oracle_smallest_gradient(const skl_problem *problem, skl_dtype dtype);
 
 /* The largest error of the naive result of a tensor, and the largest one as a multiple of its element's `rounding`.
  * The second one bounds elements that are far smaller than the largest. */

@@ -13,8 +13,9 @@
 
 typedef REAL real;
 
-/* Logits or LSEs from here on do not determine probabilities: e^x is known to a factor of e^(1/16) at best. */
-#define COARSE ((real)(0x1p-4 / ORACLE_ROUNDING))
+/* Logits or LSEs from here on do not determine probabilities: e^x is known to a factor of e^(1/16) at best. In base 2
+ * this is 2^(1/16). */
+#define COARSE ((real)((oracle_base_2_roundings() > 0 ? 0.69314718 : 1) * 0x1p-4 / ORACLE_ROUNDING))
 
 /* The rounding of an exponential below the normal numbers of f32: it may be 0. */
 #define UNDERFLOW ((real)(0x1p-126 / ORACLE_ROUNDING))
@@ -79,7 +80,7 @@ static real *read_head(const struct head *head, const skl_input *from, int64_t h
     return rows;
 }
 
-/* x_ij = softcap(scale * <q, k>). Roundings: every product, the logit. */
+/* x_ij = softcap(scale * <q, k>). Roundings: every product, the logit; in base 2 the scale. */
 static void find_logit(const struct head *head, int64_t i, int64_t j, real *x, real *rounding)
 {
     const skl_problem *const p = head->problem;
@@ -92,7 +93,7 @@ static void find_logit(const struct head *head, int64_t i, int64_t j, real *x, r
     }
     *x = cap > 0 ? cap * tanh(scale * dot / cap) : scale * dot;
     const real slope = cap > 0 ? 1 - *x / cap * (*x / cap) : 1;
-    *rounding = fabs(scale) * products * slope + fabs(*x);
+    *rounding = fabs(scale) * products * slope + (1 + (real)oracle_base_2_roundings()) * fabs(*x);
 }
 
 /* A row of the matrix: its visible keys, their logits and probabilities. */
@@ -102,6 +103,7 @@ struct row {
     oracle_keys keys; /* visible */
     real *x, *x_rounding, *p, *p_rounding;
     real lse, lse_rounding;
+    int coarse; /* the probabilities are not determined */
 };
 
 static real sink_of(const struct head *head)
@@ -135,18 +137,27 @@ static void find_lse(const struct head *head, struct row *row)
         rounding / sum + fabs(row->lse) + (real)oracle_exponential_roundings() + (real)head->key_sum + 1;
 }
 
-static void find_probabilities(const struct row *row)
+/* Roundings: the exponent, its LSE in base 2, the exponential. */
+static void find_probabilities(struct row *row)
 {
     real coarsest = fabs(row->lse);
     for (int64_t j = row->keys.begin; j < row->keys.end; j++)
         coarsest = fmax(coarsest, row->x_rounding[j]);
+    row->coarse = coarsest >= COARSE;
+    const real of_lse = row->lse_rounding + (real)oracle_base_2_roundings() * fabs(row->lse);
     for (int64_t j = row->keys.begin; j < row->keys.end; j++) {
         row->p[j] = exp(row->x[j] - row->lse);
-        const real relative = row->x_rounding[j] + row->lse_rounding + (real)oracle_exponential_roundings();
-        row->p_rounding[j] = coarsest >= COARSE ? (real)INFINITY
-                             : row->p[j] == 0   ? UNDERFLOW
-                                                : row->p[j] * relative + UNDERFLOW;
+        const real relative = row->x_rounding[j] + of_lse + (real)oracle_exponential_roundings();
+        row->p_rounding[j] = row->coarse      ? (real)INFINITY
+                             : row->p[j] == 0 ? UNDERFLOW
+                                              : row->p[j] * relative + UNDERFLOW;
     }
+}
+
+/* A logit that is a result goes back from base 2. */
+static real reported_logit_rounding(const struct row *row, int64_t j)
+{
+    return row->x_rounding[j] + (real)oracle_base_2_roundings() * fabs(row->x[j]);
 }
 
 /* ---- Results of a row ----------------------------------------------------------------------------------------- */
@@ -175,7 +186,7 @@ static void put_row(const struct head *head, const struct row *row)
         distance += p * d;
         distance_rounding += d == 0 ? 0 : (rounding + p * (of_keys + 2)) * d;
         most = fmax(most, row->x[j]);
-        most_rounding = fmax(most_rounding, row->x_rounding[j]);
+        most_rounding = fmax(most_rounding, reported_logit_rounding(row, j));
     }
     const real log_sink = sink_of(head) - row->lse;
     if (head->problem->sinks && exp(log_sink) > 0) {
@@ -183,6 +194,8 @@ static void put_row(const struct head *head, const struct row *row)
         entropy_rounding += exp(log_sink) * (1 + fabs(log_sink)) * (row->lse_rounding + fabs(sink_of(head)) + 2);
     }
     put(&out->lse, row->at, row->lse, row->lse_rounding);
+    if (row->coarse && oracle_base_2_roundings() > 0) /* NaN on a GPU, also where no probability is above 0 */
+        entropy_rounding = distance_rounding = INFINITY;
     put(&out->entropy, row->at, entropy, entropy_rounding + fabs(entropy));
     put(&out->max_logit, row->at, most, most_rounding);
     put(&out->expected_distance, row->at, distance, distance_rounding);
@@ -259,9 +272,11 @@ static void add_row(const struct head *head, const struct row *row, real w)
     const int64_t first = (head->sequence.batch * sum_heads + sum_head) * length_k + head->sequence.first_k;
     for (int64_t j = row->keys.begin; j < row->keys.end; j++) {
         const real rounding = row->p_rounding[j] + row->p[j] * (real)head->query_sum;
-        add(&head->out->key_sum, first + j, w * row->p[j], fabs(w) * rounding);
+        /* A GPU adds to sums in global memory, where the result of an addition below 2^-126 is 0. */
+        const real flushed = oracle_base_2_roundings() > 0 ? UNDERFLOW : 0;
+        add(&head->out->key_sum, first + j, w * row->p[j], fabs(w) * rounding + flushed);
         raise(&head->out->key_max, first + j, row->p[j], row->p_rounding[j]);
-        raise(&head->out->head_max_logit, at_head, row->x[j], row->x_rounding[j]);
+        raise(&head->out->head_max_logit, at_head, row->x[j], reported_logit_rounding(row, j));
         if (buckets > 0)
             add(&head->out->distance_mass, at_head * buckets + bucket_of(distance_of(head, row->i, j), buckets),
                 w * row->p[j], fabs(w) * (rounding + row->p[j] * (real)head->key_sum));

@@ -22,14 +22,28 @@ double oracle_type_rounding(skl_dtype dtype)
     return dtype == SKL_F32 ? ORACLE_ROUNDING : dtype == SKL_F16 ? 0x1p-11 : 0x1p-8;
 }
 
+double oracle_base_2_roundings(void)
+{
+    return exponential_roundings > 1 ? 1 : 0;
+}
+
+/* Dense indexers and teacher groups: kernels that go by strips store S - P as f16. */
+static bool has_strips(const skl_problem *problem)
+{
+    return (problem->student == SKL_STUDENT_INDEXER && problem->top_k == 0) || problem->heads_t > problem->heads_s;
+}
+
 double oracle_product_rounding(const skl_problem *problem, skl_dtype dtype)
 {
-    /* Kernels that go by strips, for dense indexers and teacher groups, store it as f16 before it becomes a bf16
-     * operand. */
-    const bool strips =
-        (problem->student == SKL_STUDENT_INDEXER && problem->top_k == 0) || problem->heads_t > problem->heads_s;
-    const bool twice = strips && dtype == SKL_BF16;
+    const bool twice = has_strips(problem) && dtype == SKL_BF16; /* stored as f16, multiplied as bf16 */
     return oracle_type_rounding(dtype) + (twice ? oracle_type_rounding(SKL_F16) : 0);
+}
+
+double oracle_smallest_gradient(const skl_problem *problem, skl_dtype dtype)
+{
+    const double of_strips = has_strips(problem) && dtype != SKL_F32 ? 0x1p-40 : 0;
+    const double of_f16 = dtype == SKL_F16 ? 0x1p-36 : 0;
+    return (of_strips + of_f16) / oracle_product_rounding(problem, dtype);
 }
 
 /* Half the spacing of a 16-bit type at `value`. Below the smallest normal number the spacing is constant. */

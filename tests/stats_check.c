@@ -7,23 +7,6 @@
 #include "calls.h"
 #include "device.h"
 
-/* In the order of stats_results. */
-enum {
-    KEY_SUM,
-    KEY_MAX,
-    LSE,
-    ENTROPY,
-    MAX_LOGIT,
-    EXPECTED_DISTANCE,
-    HEAD_MAX_LOGIT,
-    DISTANCE_MASS,
-    RANGE_MASS,
-    RANGE_SUM,
-    TOP_KEYS,
-    TOP_P,
-    WEIGHTS
-};
-
 static const char *const names[STATS_RESULTS] = {
     "key_sum",           "key_max",        "lse",           "entropy",    "max_logit",
     "expected_distance", "head_max_logit", "distance_mass", "range_mass", "range_sum",

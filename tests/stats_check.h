@@ -26,7 +26,25 @@ typedef enum stats_kind {
 stats_setup stats_setup_create(const fixture *f, stats_kind kind);
 void stats_setup_destroy(stats_setup *setup);
 
-enum { STATS_RESULTS = 13, ALL_STATS = (1 << STATS_RESULTS) - 1 };
+/* In the order of stats_results. */
+enum {
+    KEY_SUM,
+    KEY_MAX,
+    LSE,
+    ENTROPY,
+    MAX_LOGIT,
+    EXPECTED_DISTANCE,
+    HEAD_MAX_LOGIT,
+    DISTANCE_MASS,
+    RANGE_MASS,
+    RANGE_SUM,
+    TOP_KEYS,
+    TOP_P,
+    WEIGHTS,
+    STATS_RESULTS
+};
+
+enum { ALL_STATS = (1 << STATS_RESULTS) - 1 };
 
 /* Poisoned buffers for all results: contiguous ones where a result has no strides. */
 typedef struct stats_results {

@@ -18,8 +18,8 @@
  * keys that no row sees have exactly 0. No byte between elements is written. Where f32 does not determine a result,
  * any is right: which of two logits of 1e25 is larger, or what an LSE of that size stands for.
  *
- * It stops at the first case that fails, with its reproducer. --count is divided by SKL_TEST_SAMPLE; SKL_TEST_SECONDS
- * replaces it. SKL_TEST_DEVICE=cuda tests the GPU kernels. */
+ * It prints a reproducer for each case that fails, and their number in the end. --count is divided by
+ * SKL_TEST_SAMPLE; SKL_TEST_SECONDS replaces it. SKL_TEST_DEVICE=cuda tests the GPU kernels. */
 #define _POSIX_C_SOURCE 200809L
 #include <getopt.h>
 #include <math.h>
@@ -37,7 +37,7 @@ enum { CASES = 80, CASE_TIMEOUT = 600 };
 
 static struct {
     int64_t first, count, seconds;
-    int64_t current; /* the case that is being checked, or has failed; -1: none */
+    int64_t current; /* the case that is being checked; -1: none */
     int64_t kernels;
     int64_t rows, determined; /* of the KL */
     int extreme, only_extreme;
@@ -100,7 +100,16 @@ static void describe(const fixture *f, const check_options *o)
         o->results, o->in_place, o->sparing, o->range_count);
 }
 
-static void check_case(int64_t number)
+static void print_reproducer(void)
+{
+    if (fuzz.current >= 0)
+        fprintf(stderr, "reproduce with: %s%s --seed %llu --case %lld%s\n",
+                test_device() == SKL_CUDA ? "SKL_TEST_DEVICE=cuda " : "", fuzz.program,
+                (unsigned long long)test_seed(), (long long)fuzz.current, fuzz.extreme ? " --extreme" : "");
+}
+
+/* Returns the number of wrong results, after it has printed each. */
+static int check_case(int64_t number)
 {
     random_case drawn;
     case_draw_wide(&drawn, number, fuzz.extreme);
@@ -118,10 +127,12 @@ static void check_case(int64_t number)
         if (test_device() == SKL_CPU && options.threads > 4)
             mismatches += check_threads(&f, kernel, options.threads);
     }
-    if (mismatches)
+    if (mismatches) {
         describe(&f, &options);
+        print_reproducer();
+    }
     fixture_destroy(&f);
-    assert_int_equal(mismatches, 0);
+    return mismatches;
 }
 
 static double seconds_now(void)
@@ -134,17 +145,20 @@ static double seconds_now(void)
 static void check_cases(int64_t count, double seconds)
 {
     const double end = seconds_now() + seconds;
+    int64_t failed = 0;
     fuzz.kernels = fuzz.rows = fuzz.determined = 0;
     for (int64_t n = fuzz.first; n < fuzz.first + count && (!fuzz.seconds || seconds_now() < end); n++) {
         fuzz.current = n;
         alarm(CASE_TIMEOUT);
-        check_case(n);
+        failed += check_case(n) != 0;
     }
     alarm(0);
     const int64_t checked = fuzz.current + 1 - fuzz.first, enough_to_judge = 20;
     fuzz.current = -1;
-    print_message("%lld problems, %lld times a kernel, %.1f %% of the rows determined\n", (long long)checked,
-                  (long long)fuzz.kernels, 100 * (double)fuzz.determined / fmax(1, (double)fuzz.rows));
+    print_message("%lld problems, %lld of them wrong, %lld times a kernel, %.1f %% of the rows determined\n",
+                  (long long)checked, (long long)failed, (long long)fuzz.kernels,
+                  100 * (double)fuzz.determined / fmax(1, (double)fuzz.rows));
+    assert_int_equal(failed, 0);
     assert_true(fuzz.kernels > 0);
     if (checked >= enough_to_judge)
         assert_true(2 * fuzz.determined > fuzz.rows);
@@ -165,18 +179,10 @@ static void test_extreme_problems(void **state)
     if (!fuzz.only_extreme && (test_device() == SKL_CUDA || fuzz.count == 1))
         skip(); /* GPU kernels have NaN for LSEs of 2^20; --case repeats one of the others */
     if (fuzz.current >= 0)
-        skip(); /* a case has failed, and its reproducer is to be printed */
+        skip(); /* a case has crashed, and its reproducer is to be printed */
     fuzz.extreme = 1;
     const int64_t share = fuzz.only_extreme ? 1 : 5;
     check_cases((fuzz.count + share - 1) / share, (double)fuzz.seconds / (double)share);
-}
-
-static void print_reproducer(void)
-{
-    if (fuzz.current >= 0)
-        fprintf(stderr, "reproduce with: %s%s --seed %llu --case %lld%s\n",
-                test_device() == SKL_CUDA ? "SKL_TEST_DEVICE=cuda " : "", fuzz.program,
-                (unsigned long long)test_seed(), (long long)fuzz.current, fuzz.extreme ? " --extreme" : "");
 }
 
 static void give_up(int number)

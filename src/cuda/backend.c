@@ -27,7 +27,8 @@ static skl_cuda_argument argument_of(const skl_side *side)
                                   .heads_per_key = (int32_t)(side->heads / side->key_heads),
                                   .dim = (int32_t)side->dim,
                                   .capped = capped,
-                                  .scale = capped ? side->scale / side->softcap : side->scale * SKL_LOG2E,
+                                  .scale = capped ? side->scale / side->softcap
+                                                  : (float)((double)side->scale * SKL_LOG2E_DOUBLE),
                                   .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
                                   .inverse_softcap_2 = capped ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F};
     argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;

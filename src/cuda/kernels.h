@@ -48,7 +48,6 @@ typedef struct skl_cuda_kernel {
     bool softcap;                   /* either side may have a softcap */
     bool linear_link;               /* the student may have a linear link */
     bool reverse;                   /* KL(S || P), too */
-    bool no_sinks;                  /* row results without sinks only */
     skl_cuda_launcher forward;      /* row results */
     skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order */
     skl_cuda_launcher dq, dk;       /* dq and dk in separate launches, in a fixed order */

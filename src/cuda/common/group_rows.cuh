@@ -3,6 +3,8 @@
 #ifndef SKL_CUDA_COMMON_GROUP_ROWS_CUH
 #define SKL_CUDA_COMMON_GROUP_ROWS_CUH
 
+#include <float.h>
+
 #include "cuda/common/row_state.cuh"
 #include "cuda/common/row_stats.cuh"
 
@@ -94,19 +96,25 @@ __device__ inline void add_probabilities(row_sums &sums, float p, float s, float
 
 /* Whether a tile's sums can be added to a row with its shift. The sum of S must not be too large; nor too small,
  * because a logit far below its shift is rounded to fewer digits. Where all pairs are equal, the shift stays that of
- * P while S does not underflow: with another one, w would not be exactly 0. */
+ * P while S does not underflow: with another one, w would not be exactly 0. A shift that S has chosen alone, because
+ * P of all keys so far is 0, ends with the first P above 0. */
 __device__ inline bool keeps_shift(const skl_row_state &state, const row_sums &sums)
 {
-    const float smallest = sums.l_a == sums.l_b && sums.w == 0.0F ? 0x1p-100F : 0x1p-16F;
-    return sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= smallest && !is_huge(state.m_b);
+    const float smallest = sums.l_a == sums.l_b && sums.w == 0.0F ? FLT_MIN : 0x1p-16F;
+    const bool alone = state.l_a == 0.0F && state.l_b > 0.0F;
+    return sums.l_b < SKL_LAZY_BOUND && state.l_b + sums.l_b >= smallest && !is_huge(state.m_b) &&
+           !(alone && sums.l_a > 0.0F);
 }
 
 /* The state with a shift for a tile whose largest logit is `m`. The new shift may be below the old one; a small sum
- * of S says how far. */
-__device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m)
+ * of S says how far. l_a: the tile's sum of P. Logits that are equal to those of P have it relative to `reference`,
+ * up to their number and rounding: they get that shift again. */
+__device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m, float l_a, float reference)
 {
-    const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F);
-    return m > -INFINITY ? skl_state_move(state, state.m_a, fmaxf(largest, m)) : state;
+    constexpr float PAIRS = 64.0F; /* more than a thread has in a row of a tile */
+    const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F), of_largest = ex2(m - reference);
+    const bool of_p = of_largest < 2.0F * l_a && l_a < PAIRS * of_largest;
+    return m > -INFINITY ? skl_state_move(state, state.m_a, of_p ? reference : fmaxf(largest, m)) : state;
 }
 
 /* Whether the thread's pair of a block of 8 columns is one of `sees`, which counts from the lane's first column: the
@@ -168,17 +176,19 @@ __device__ inline float max_of_row(const float (&y)[BLOCKS][4], float scale, int
     return m;
 }
 
-/* Adds a tile to a row. A shift that does not fit the tile's logits is replaced by their maximum. */
-template <bool MASKED, bool CLEARED, int BLOCKS>
+/* Adds a tile to a row. A shift that does not fit the tile's logits is replaced by reference(), the LSE of the first
+ * head in base 2, or by their maximum. */
+template <bool MASKED, bool CLEARED, int BLOCKS, typename REFERENCE>
 __device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
-                                      float scale, int half, const range32 &sees)
+                                      float scale, int half, const range32 &sees, REFERENCE reference)
 {
+    static_assert(BLOCKS * 2 < 64, "with_shift_for has room for more pairs");
     row_sums sums = sum_group_row<MASKED, CLEARED>(p, y, scale, state.m_b, half, sees);
     const bool keeps = keeps_shift(state, sums);
     if (__any_sync(~0U, !keeps)) {
         const float m = max_of_row<MASKED>(y, scale, half, sees);
         if (!keeps)
-            state = with_shift_for(state, m);
+            state = with_shift_for(state, m, sums.l_a, reference());
         sums = sum_group_row<MASKED, CLEARED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
     }
     add_sums(state, sums);

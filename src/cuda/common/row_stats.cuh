@@ -48,9 +48,8 @@ __device__ inline float lse2_of(float lse)
 /* An LSE in base 2 as a float and the rest. */
 __device__ inline skl_lse2 split_lse2(float lse)
 {
-    const float high = __fmul_rn(lse, SKL_LOG2E);
-    const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
-    return {skl_lse2_is_usable(high) ? high : NAN, fabsf(lse) < INFINITY ? low : 0.0F};
+    const skl_lse2 lse2 = in_base_2(lse);
+    return {skl_lse2_is_usable(lse2.value) ? lse2.value : NAN, lse2.low};
 }
 
 /* The KL to report of a one-pass kernel, whose shifts are the given LSEs; `kl`: of `state`. LSEs so large that no key

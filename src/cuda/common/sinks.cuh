@@ -12,13 +12,33 @@
         1, NULL, 0, NULL                                                                                             \
     }
 
+/* x log2 e as a float and the rest. */
+__device__ inline skl_lse2 in_base_2(float x)
+{
+    const float value = __fmul_rn(x, SKL_LOG2E);
+    const float low = fmaf(x, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(x, SKL_LOG2E, -value));
+    return {value, fabsf(x) < INFINITY ? low : 0.0F};
+}
+
+/* A sink as a shift and a sum of one exponential, l = 2^low. The sum keeps what the shift rounds: the LSE of a row
+ * that a sink dominates is the sink. The rest of a huge logit is no exponent. */
+struct sink_term {
+    float m, l, low;
+
+    __device__ explicit sink_term(float logit)
+    {
+        const skl_lse2 split = in_base_2(logit);
+        m = split.value;
+        low = fabsf(m) < SKL_HUGE_LOGIT ? split.low : 0.0F;
+        l = m == -INFINITY ? 0.0F : exp2f(low);
+    }
+};
+
 /* The state of a sink, as if it were a row's only key. */
 __device__ inline skl_row_state state_of_sink(const skl_sink_logits &sink, bool reverse)
 {
-    const float a = (reverse ? sink.s : sink.t) * SKL_LOG2E;
-    const float b = (reverse ? sink.t : sink.s) * SKL_LOG2E;
-    return {a, a == -INFINITY ? 0.0F : 1.0F, b, b == -INFINITY ? 0.0F : 1.0F,
-            b == -INFINITY && a > -INFINITY ? INFINITY : 0.0F};
+    const sink_term a(reverse ? sink.s : sink.t), b(reverse ? sink.t : sink.s);
+    return {a.m, a.l, b.m, b.l, b.l == 0.0F && a.l > 0.0F ? INFINITY : a.l * (a.low - b.low)};
 }
 
 /* A row that attends to no key has no sink. */

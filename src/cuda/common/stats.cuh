@@ -96,6 +96,12 @@ __device__ inline float row_weight(const stats_params &params, const skl_sequenc
     return params.stats.row_weights.data != NULL ? skl_row_value(&params.stats.row_weights, &s, head, query) : 1.0F;
 }
 
+/* The LSE of a row in base 2, rounded once. */
+__device__ inline float stats_lse2(const stats_params &params, const skl_sequence &s, int64_t head, int64_t query)
+{
+    return skl_lse2_of(skl_row_value(&params.lse, &s, head, query)).value;
+}
+
 /* Sums over the visible keys of a row, in base 2. */
 struct row_totals {
     float entropy;  /* sum P log2 P */
@@ -127,7 +133,7 @@ __device__ inline void write_stats_row(const stats_params &params, const stats_c
     const int64_t head = chunk.head;
     const uint32_t results = params.layout.results;
     const bool empty = sees.begin >= sees.end;
-    const float max_logit = empty ? -INFINITY : row.max_logit * SKL_LN2;
+    const float max_logit = empty ? -INFINITY : (float)((double)row.max_logit * SKL_LN2_DOUBLE);
     if (results & SKL_STATS_ENTROPY) {
         const float sink = params.problem.sinks ? params.call.inputs.sink_s[head] * SKL_LOG2E - lse2 : -INFINITY;
         const float of_sink = sink > -126.0F ? exp2f(sink) * sink : 0.0F;

@@ -187,8 +187,7 @@ static __global__ void __launch_bounds__(THREADS) chosen_weights(const __grid_co
                 product += __shfl_xor_sync(~0U, product, offset);
             const float scaled = product * side.scale;
             const float logit = side.capped ? side.softcap_2 * tanhf(scaled) : scaled;
-            weight = tensor_core::at_most_1(
-                exp2f(logit - tensor_core::lse2_of(skl_row_value(&params.lse, &s, head, row))));
+            weight = tensor_core::at_most_1(exp2f(logit - tensor_core::stats_lse2(params, s, head, row)));
         }
         if (threadIdx.x % 32 == 0)
             stats.weights[n] = weight;

@@ -77,7 +77,7 @@ template <typename PRODUCT> struct stats_tiles {
             const bool exists = query < sequence().query_count;
             const skl_range none = {0, 0}, sees = exists ? skl_band_range(&band, query) : none;
             memory.sees[row] = {(int)sees.begin, (int)sees.end};
-            memory.lse2[row] = exists ? lse2_of(skl_row_value(&params.lse, &sequence(), head, query)) : 0.0F;
+            memory.lse2[row] = exists ? stats_lse2(params, sequence(), head, query) : 0.0F;
             memory.weight[row] = row_weight(params, sequence(), head, query, sees.begin >= sees.end);
             memory.threshold[row] = STATS_MASKED_LOGIT;
             memory.count[row] = 0;

@@ -29,7 +29,7 @@ __device__ inline tile_side tile_side_of(const skl_side &side)
                               side.heads / side.key_heads,
                               side.dim,
                               side.dtype,
-                              capped ? side.scale / side.softcap : side.scale * SKL_LOG2E,
+                              capped ? side.scale / side.softcap : (float)((double)side.scale * SKL_LOG2E_DOUBLE),
                               capped ? side.softcap * SKL_LOG2E : 0.0F,
                               side.linear};
     return result;

@@ -60,7 +60,7 @@ static bool fits_dims(const skl_cuda_kernel *kernel, const skl_problem *p)
     return large <= kernel->dim_max && (kernel->small_dim_max == 0 || small <= kernel->small_dim_max);
 }
 
-enum { ALL_NEEDS = 9 };
+enum { ALL_NEEDS = 8 };
 
 /* How many of the needs of a problem a kernel meets, up to the first that it does not, which *missing explains. */
 static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const char **missing)
@@ -78,7 +78,6 @@ static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const 
         {kernel->softcap || !skl_select_is_capped(p), "a softcap: no tensor cores for this problem"},
         {kernel->linear_link || p->link_s != SKL_LINK_LINEAR, "a linear link: no tensor cores for this problem"},
         {kernel->reverse || p->direction != SKL_KL_REVERSE, "the reverse KL: no tensor cores for this problem"},
-        {!kernel->no_sinks || !p->sinks, "sinks of such teacher groups: no tensor cores"},
         {(kernel->group_max == 0 || skl_group_size(p) <= kernel->group_max) &&
              (!queries_in_memory || fits_group_memory(p)),
          "teacher groups of this size: no tensor cores"},

@@ -90,7 +90,7 @@ static inline skl_strip_layout skl_strip_differences_layout(const skl_problem *p
 static inline skl_strip_layout skl_strip_ratio_rows_layout(const skl_problem *p, int32_t sm_count, int dots)
 {
     skl_strip_layout layout = {0};
-    const int64_t dot_size = SKL_STRIP_TILE * skl_group_size(p) * (int64_t)sizeof(float);
+    const int64_t dot_size = SKL_STRIP_TILE * skl_group_size(p) * 2 * (int64_t)sizeof(float);
     const int64_t slot_size = SKL_STRIP_SPLITS * (SKL_STRIP_TILE * SKL_STRIP_ROW_SIZE + dot_size);
     skl_strip_divide(&layout, p, sm_count, dots ? slot_size : 0, 0, 0);
     layout.split_rows_at = skl_strip_reserve(&layout.size, skl_strip_rows_size(&layout));

@@ -78,10 +78,8 @@ struct head_lse {
 
     __device__ split_lse value(float lse) const
     {
-        const float high = __fmul_rn(lse, SKL_LOG2E);
-        const float low = fmaf(lse, (float)(SKL_LOG2E_DOUBLE - (double)SKL_LOG2E), fmaf(lse, SKL_LOG2E, -high));
-        return {skl_lse2_is_usable(high) ? high : NAN,
-                fabsf(lse) < INFINITY ? fmaf(-low * SKL_LN2, mean, mean) : mean};
+        const skl_lse2 lse2 = split_lse2(lse);
+        return {lse2.value, fmaf(-lse2.low * SKL_LN2, mean, mean)};
     }
 };
 
@@ -208,9 +206,15 @@ __device__ inline lse_row merge_lanes(const lse_row &row)
     return moved;
 }
 
-__device__ inline float lse_of_lanes(const lse_row &row)
+/* The LSE of a query of a teacher head's slot, with its sink. */
+__device__ inline float lse_of_lanes(const strip_params &params, const query_slot &slot, int row,
+                                     const lse_row &of_lane)
 {
-    const lse_row merged = merge_lanes(row);
+    lse_row merged = merge_lanes(of_lane);
+    if (row < slot.count && has_sink(params.problem, slot.sequence, slot.first + row)) {
+        const sink_term sink(params.call.inputs.sink_t[slot.head]);
+        merged = merge_rows(merged, {sink.m, sink.l});
+    }
     return skl_lse(merged.m, merged.l);
 }
 

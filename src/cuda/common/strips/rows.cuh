@@ -24,19 +24,20 @@ __device__ inline void write_strip_row(const strip_params &params, const query_s
         params.call.states[skl_state_index(&p, &s, head, query)] = partial_state(p, s, query, row.state);
         return;
     }
+    const int64_t group = skl_group_size(&p);
+    const skl_row_state state = with_sink(params, s, head, query, row.state,
+                                          params.with_teacher ? group_lses(params, s, head, query, group) : NO_LSES);
     if (rows.lse_s.data != NULL)
-        skl_row_set(&rows.lse_s, &s, head, query, skl_lse(row.state.m_b, row.state.l_b));
+        skl_row_set(&rows.lse_s, &s, head, query, skl_lse(state.m_b, state.l_b));
     if (!params.with_teacher)
         return;
     const skl_row_state entropy_state = {row.state.m_a, row.state.l_a, 0.0F, 0.0F, row.p_log_p};
-    const float kl = skl_state_kl(&row.state), entropy = skl_state_entropy(&entropy_state);
-    const float mean_lse_t = skl_lse(row.state.m_a, row.state.l_a);
-    skl_row_set(&rows.kl, &s, head, query,
-                one_pass_kl(p, s, query, row.state, skl_state_kl(&row.state))); /* P is made of LSEs */
+    const float kl = skl_state_kl(&state), entropy = skl_state_entropy(&entropy_state);
+    const float mean_lse_t = skl_lse(state.m_a, state.l_a);
+    skl_row_set(&rows.kl, &s, head, query, one_pass_kl(p, s, query, state, kl)); /* P is made of LSEs */
     skl_row_set(&rows.entropy, &s, head, query, entropy);
     skl_row_set(&rows.cross_entropy, &s, head, query, entropy + kl);
     skl_row_set(&rows.mass, &s, head, query, skl_mass(mean_lse_t, params.lse_given));
-    const int64_t group = skl_group_size(&p);
     if (params.call.op != SKL_OP_FORWARD || rows.lse_t.data == NULL || !params.lse_given)
         return; /* computed LSEs have been written already */
     for (int64_t h = head * group; h < (head + 1) * group; h++)

@@ -67,10 +67,10 @@ static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_
         skl_lse2 &head_lse = lse[h * TILE + row];
         const double given = (double)head_lse.value + (double)head_lse.low;
         const double total = lse_t == -INFINITY ? -INFINITY : given + (double)lse_t * SKL_LOG2E_DOUBLE;
+        const float reported = (float)(total * SKL_LN2_DOUBLE);
         if (!one_pass)
-            head_lse = skl_lse2_split(total);
-        skl_row_set(&rows.lse_t, &tile.work.sequence, tile.work.head * group + h, query,
-                    (float)(total * SKL_LN2_DOUBLE));
+            head_lse = skl_lse2_of(reported); /* rounded, as a backward reads it */
+        skl_row_set(&rows.lse_t, &tile.work.sequence, tile.work.head * group + h, query, reported);
     }
     return skl_lse2_of(one_pass ? skl_row_value(&params.call.inputs.lse_s, &tile.work.sequence, tile.work.head, query)
                                 : lse_s);

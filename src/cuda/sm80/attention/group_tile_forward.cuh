@@ -31,11 +31,16 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
         for (int m = 0; m < GROUP_M; m++)
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const int row = min(thread.acc_row(m, half), smem.block.rows - 1);
-                const skl_lse2 first =
-                    split_lse2(first_lse(params, smem.block.sequence, smem.block.head, smem.block.first_row + row));
-                state[m][half] = {0.0F, 0.0F, fabsf(first.value) < INFINITY ? first.value : 0.0F, 0.0F, 0.0F};
+                const float shift = reference_of(thread.acc_row(m, half));
+                state[m][half] = {0.0F, 0.0F, fabsf(shift) < INFINITY ? shift : 0.0F, 0.0F, 0.0F};
             }
+    }
+
+    /* The LSE of the first head in base 2. */
+    __device__ float reference_of(int row) const
+    {
+        const int64_t query = smem.block.first_row + min(row, smem.block.rows - 1);
+        return split_lse2(first_lse(params, smem.block.sequence, smem.block.head, query)).value;
     }
 
     __device__ skl_input lse_of(bool of_student) const
@@ -75,7 +80,8 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
             for (int half = 0; half < 2; half++)
                 add_group_tile<MASKED, false>(state[m][half], p[m], y[m], params.b.scale, half,
                                               MASKED ? smem.seen[thread.acc_row(m, half)].from(thread.column)
-                                                     : range32{});
+                                                     : range32{},
+                                              [&] { return reference_of(thread.acc_row(m, half)); });
     }
 
     __device__ void student(const group_logits &p, const group_logits &y, const group_streamed<DIM> &,

@@ -43,8 +43,14 @@ struct ratio_params : strip_params {
     skl_input lse, offset;    /* gradients: of the wrt side's heads; offset without data: -1 */
     unsigned query_blocks;    /* gradients: blocks whose tiles are queries */
     dot_row *dot_rows;        /* [slot of the strip][query]; NULL: no dot_t */
-    float *split_dots;        /* [slot of the strip][split][head][query] */
+    float *split_dots;        /* [slot of the strip][split][head][2][query]: sums of p (phi - mean) and of p */
 };
+
+/* Whether dot_t is divided by the sum of its head's probabilities: see skl_dot_rule. */
+__device__ inline bool normalizes_dots(const ratio_params &params)
+{
+    return params.lse_computed || skl_op_is_one_pass(params.call.op);
+}
 
 /* The side whose gradients are computed. */
 __device__ inline const skl_cuda_argument &wrt_of(const ratio_params &params)
@@ -146,10 +152,10 @@ template <int N> __device__ inline void store_ratios(uint4 *g, int64_t rest_at, 
 
 /* ---- Dots ---------------------------------------------------------------------------------------------------- */
 
-/* Sums of a split of a slot of the strip, [head][query]. */
+/* Sums of a split of a slot of the strip, [head][2][query]. */
 __device__ inline float *split_dots_of(const ratio_params &params, unsigned slot, int split, int heads)
 {
-    return params.split_dots + ((int64_t)slot * params.num_splits + split) * heads * SIDE;
+    return params.split_dots + ((int64_t)slot * params.num_splits + split) * heads * 2 * SIDE;
 }
 
 /* ---- Policy --------------------------------------------------------------------------------------------------- */
@@ -169,8 +175,12 @@ __device__ inline lane_row lane_row_of(const ratio_params &params, const score_s
     if (params.output == OUTPUT_DOTS) {
         const dot_row row =
             params.dot_rows[(int64_t)(smem.slot_index - (unsigned)params.strip_first) * SIDE + threadIdx.x];
-        const float log2_share = params.lse_computed ? 0.0F : row.lses.mean_lse_t * SKL_LOG2E;
-        return {split_lse2(row.lses.lse_s), log2_share, 0.0F, row.mean};
+        /* The LSEs of the gradients, to the last bit: at the peak of a row phi - dot_t is far smaller than phi. */
+        const float lse_s = skl_op_is_one_pass(params.call.op)
+                                ? skl_row_value(&params.call.inputs.lse_s, &slot.sequence, slot.head, query)
+                                : row.lses.lse_s;
+        const float log2_share = normalizes_dots(params) ? 0.0F : row.lses.mean_lse_t * SKL_LOG2E;
+        return {split_lse2(lse_s), log2_share, 0.0F, row.mean};
     }
     return {split_lse2(skl_row_value(&params.call.inputs.lse_s, &slot.sequence, slot.head, query)), 0.0F,
             0.0F * upstream_of(params, slot, query), 0.0F};
@@ -191,7 +201,7 @@ template <typename ELEMENT> struct ratio_scores {
     {
         if (params.output == OUTPUT_ROWS)
             rows_of_split(params, smem.slot_index, smem.split)[threadIdx.x] = empty_row();
-        for (int n = 0; params.output == OUTPUT_DOTS && n < smem.streamed[0].count; n++)
+        for (int n = 0; params.output == OUTPUT_DOTS && n < smem.streamed[0].count * 2; n++)
             dots()[n * SIDE + threadIdx.x] = 0.0F;
     }
 
@@ -259,8 +269,8 @@ template <typename ELEMENT> struct ratio_scores {
             store_ratios(planes_of(params, smem, m, tile), params.rest_at, log_p);
     }
 
-    /* dot_t of a head is mean + sum p_h (phi - mean), where phi = dKL / dP is ln2 R, or -2^R for the reverse KL. Sums
-     * of a tile are added to those of the split in memory. */
+    /* dot_t of a head needs the sums of p_h and of p_h (phi - mean), where phi = dKL / dP is ln2 R, or -2^R for the
+     * reverse KL. Sums of a tile are added to those of the split in memory. */
     __device__ void end_tile(slab_stream<ELEMENT> &slabs, const tile_logits &ratio) const
     {
         if (params.output != OUTPUT_DOTS)
@@ -273,7 +283,7 @@ template <typename ELEMENT> struct ratio_scores {
                 for (int half = 0; half < 2; half++) {
                     const skl_lse2 of_row = broadcast(lse2, lane_of_row(m, half));
                     const float mean = broadcast(lane.mean, lane_of_row(m, half));
-                    float sum = 0.0F;
+                    float sum = 0.0F, mass = 0.0F;
 #pragma unroll
                     for (int e = 0; e < TILE_KEYS / 4; e++) {
                         const float r = ratio[m][e / 2][half * 2 + e % 2];
@@ -282,10 +292,15 @@ template <typename ELEMENT> struct ratio_scores {
                         const float term =
                             params.reverse ? fmaf(p, -mean, -ex2(log_p + r)) : p * fmaf(SKL_LN2, r, -mean);
                         sum += is_masked(r) ? 0.0F : term;
+                        mass += is_masked(r) ? 0.0F : p;
                     }
                     sum = quad_sum(sum);
-                    if (threadIdx.x % 4 == 0)
-                        dots()[n * SIDE + acc_row<M_TILES>(m, half)] += sum;
+                    mass = quad_sum(mass);
+                    float *const of_head = dots() + n * 2 * SIDE + acc_row<M_TILES>(m, half);
+                    if (threadIdx.x % 4 == 0) {
+                        of_head[0] += sum;
+                        of_head[SIDE] += mass;
+                    }
                 }
         });
     }
@@ -302,7 +317,7 @@ __device__ inline void write_strip_row(const ratio_params &params, const query_s
         write_group_lse_t(params, params.lse_computed, slot.sequence, slot.head, query, lses.mean_lse_t);
     else
         params.dot_rows[(int64_t)blockIdx.x * SIDE + threadIdx.x] = {
-            lses, skl_dot_rule_of(&row.state, params.reverse, !params.lse_computed).mean};
+            lses, skl_dot_rule_of(&row.state, params.reverse, !normalizes_dots(params)).mean};
 }
 
 /* Writes dot_t, and then the teacher's LSEs, which may replace those that dot_t is made of. */
@@ -313,10 +328,15 @@ static __global__ void __launch_bounds__(SIDE) finish_dots(const __grid_constant
         const int64_t group = skl_group_size(&params.problem);
         const dot_row row = params.dot_rows[(int64_t)blockIdx.x * SIDE + threadIdx.x];
         for (int64_t n = 0; n < group; n++) {
-            float sum = 0.0F;
-            for (int split = 0; split < params.num_splits; split++)
-                sum += split_dots_of(params, blockIdx.x, split, (int)group)[n * SIDE + threadIdx.x];
-            skl_row_set(&params.call.rows.dot_t, &slot.sequence, slot.head * group + n, query, row.mean + sum);
+            float sum = 0.0F, mass = 0.0F;
+            for (int split = 0; split < params.num_splits; split++) {
+                const float *const of_head =
+                    split_dots_of(params, blockIdx.x, split, (int)group) + n * 2 * SIDE + threadIdx.x;
+                sum += of_head[0];
+                mass += of_head[SIDE];
+            }
+            skl_row_set(&params.call.rows.dot_t, &slot.sequence, slot.head * group + n, query,
+                        row.mean + (normalizes_dots(params) && mass > 0.0F ? sum / mass : sum));
         }
         write_group_lse_t(params, params.lse_computed, slot.sequence, slot.head, query, row.lses.mean_lse_t);
     });

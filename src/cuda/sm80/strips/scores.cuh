@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(THREADS, 2) lse_kernel(const __grid_constant__
 #pragma unroll
     for (int e = 0; e < M_TILES * 2; e++) {
         const int row = acc_row<M_TILES>(e / 2, e % 2);
-        const float lse = lse_of_lanes(rows[e / 2][e % 2]);
+        const float lse = lse_of_lanes(params, slot, row, rows[e / 2][e % 2]);
         if (threadIdx.x % 4 == 0 && row < slot.count)
             skl_row_set(&params.call.rows.lse_t, &slot.sequence, slot.head, slot.first + row, lse);
     }

@@ -152,9 +152,10 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED, typename 
                 gradient[e / 2][half * 2 + e % 2] = 0.0F;
             if (tile.first + row >= tile.stored)
                 continue;
-            const float weight = DK ? 1.0F : upstream_of(row);
-            store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half,
-                               unit_of(half) * side.scale * weight);
+            const float weight = DK ? side.scale : side.scale * upstream_of(row), unit = unit_of(half);
+            const bool shrinks = fabsf(weight) < 1.0F;
+            store_row<ELEMENT>(out.data, base + row * out.stride_row, side, gradient, half, shrinks ? weight : unit,
+                               shrinks ? unit : weight);
         }
     }
 };

@@ -92,7 +92,11 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forw
     {
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            add_group_tile<MASKED, CAPPED>(state[half], p, y, scale, half, MASKED ? seen_in(n, half) : range32{});
+            add_group_tile<MASKED, CAPPED>(
+                state[half], p, y, scale, half, MASKED ? seen_in(n, half) : range32{}, [&] {
+                    const int first = teacher.group.first;
+                    return split_lse2(teacher_lse::of(params, smem.tile, first, row_of_team(half)).load(0)).value;
+                });
     }
 
     __device__ void add_tile(skl_row_state (&state)[2], const group_logits &p, const group_logits &y, float scale,

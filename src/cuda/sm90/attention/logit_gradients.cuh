@@ -310,15 +310,17 @@ __device__ inline void pack_logit_gradients(uint32_t (&to)[4][4], const stage_lo
 
 /* ---- Stores ------------------------------------------------------------------------------------------------- */
 
-/* Stores the thread's elements of a gradient row; `offset`: the row's first element; `half` as in acc_row. */
+/* Stores the thread's elements of a gradient row, each times `first` and then `second`: the product of the two may be
+ * below the normal numbers of f32, where it would have few digits. `offset`: the row's first element; `half` as in
+ * acc_row. */
 template <typename ELEMENT, int BLOCKS>
 __device__ inline void store_row(void *gradient, int64_t offset, const skl_side &side, const float (&x)[BLOCKS][4],
-                                 int half, float factor)
+                                 int half, float first, float second = 1.0F)
 {
     const gradient_columns columns(gradient, offset, side.grad_dtype, (int)side.dim);
 #pragma unroll
     for (int n = 0; n < BLOCKS; n++) {
-        const float low = x[n][half * 2] * factor, high = x[n][half * 2 + 1] * factor;
+        const float low = x[n][half * 2] * first * second, high = x[n][half * 2 + 1] * first * second;
         if constexpr (operand<ELEMENT>::TWO_TERM) { /* of any type and size */
             const bool bf16 = side.grad_dtype == SKL_BF16;
             columns.store(n, 0, low, bf16 ? skl_to_bf16(low) : skl_to_f16(low));

@@ -106,7 +106,7 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
             const bool exists = query < s.query_count;
             const skl_range none = {0, 0}, sees = exists ? skl_band_range(&band, query) : none;
             rows().visible.ranges[column] = {(int)sees.begin, (int)sees.end};
-            rows().lse2[column] = exists ? lse2_of(skl_row_value(&params.lse, &s, head, query)) : 0.0F;
+            rows().lse2[column] = exists ? stats_lse2(params, s, head, query) : 0.0F;
             if (WEIGHTED)
                 rows().weight[column] = row_weight(params, s, head, query, sees.begin >= sees.end);
         }

@@ -127,7 +127,7 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         const skl_sequence &s = sequence();
 #pragma unroll 1
         for (int of_row = first_row; of_row < first_row + 16 && first + of_row < s.query_count; of_row++) {
-            const float lse2 = lse2_of(skl_row_value(&params.lse, &s, chunk().head, first + of_row));
+            const float lse2 = stats_lse2(params, s, chunk().head, first + of_row);
             float raised;
             const int kept = keep_largest(candidates(of_row), rows().count[of_row], params.stats.top_k, raised);
             write_top(params, s, chunk().head, first + of_row, candidates(of_row), kept,

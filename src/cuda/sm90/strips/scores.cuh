@@ -351,7 +351,7 @@ static __global__ void __launch_bounds__(SCORE_THREADS, 1)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = acc_row<1>(0, half);
-        const float lse = lse_of_lanes(rows[half]);
+        const float lse = lse_of_lanes(params, slot, row, rows[half]);
         if (threadIdx.x % 4 == 0 && row < slot.count)
             skl_row_set(&params.call.rows.lse_t, &slot.sequence, slot.head, slot.first + row, lse);
     }
