@@ -55,14 +55,15 @@ __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, 
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const float m_t = reverse ? state.m_b : state.m_a, m_s = reverse ? state.m_a : state.m_b;
     const float mean_lse_t = skl_lse(m_t, reverse ? state.l_b : state.l_a);
-    skl_row_set(&rows.kl, &s, head, query,
-                one_pass_kl(p, s, query, state, skl_state_kl(&state))); /* the shift of P is an LSE */
-    /* Where all pairs are equal, the LSEs are, too, to the last bit: a backward finds gradients of 0. Pairs are equal
-     * if they have the same distance from the first head's LSE; the only key of a row is its own maximum anyway. */
+    /* Where all pairs are equal, the KL is 0 and the LSEs are equal to the last bit: a backward finds gradients of 0.
+     * Pairs are equal if they have the same distance from the first head's LSE; the only key of a row is its own
+     * maximum anyway. First keys with next to no mass may have had another shift, which leaves a rest in w. */
     const int64_t first = head * skl_group_size(&p);
     const skl_lse2 shift = split_lse2(skl_row_value(&params.call.inputs.lse_t, &s, first, query));
-    const bool equal =
-        m_s == shift.value && m_t == -shift.low && state.w == 0.0F && state.l_a == state.l_b && state.l_a > 0.0F;
+    const bool equal = m_s == shift.value && m_t == -shift.low && fabsf(state.w) <= 0x1p-100F * state.l_a &&
+                       state.l_a == state.l_b && state.l_a > 0.0F;
+    const float kl = equal ? 0.0F : one_pass_kl(p, s, query, state, skl_state_kl(&state)); /* the shift of P is an LSE */
+    skl_row_set(&rows.kl, &s, head, query, kl);
     const float lse_s = equal ? visible_lse_t(params, lse_computed, s, first, query, mean_lse_t)
                               : skl_lse(m_s, reverse ? state.l_a : state.l_b);
     skl_row_set(&rows.lse_s, &s, head, query, lse_s);
