@@ -70,7 +70,7 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
     typedef E ELEMENT;
     static constexpr int DIM = D;
     static constexpr bool KEYS_ARE_ROWS = true;
-    static constexpr bool KEEPS_LSE = !WEIGHTED && D <= 128; /* in registers */
+    static constexpr bool KEEPS_LSE = !WEIGHTED; /* in registers */
 
     /* Results of a warpgroup's queries. */
     struct shared {

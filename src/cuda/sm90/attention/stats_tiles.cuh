@@ -46,7 +46,6 @@ template <typename CONSUMER> struct stats_smem {
     query_rows queries[STATS_WARPGROUPS];
     ring_barriers<DEPTH> barriers;
     uint64_t queries_full[STATS_WARPGROUPS];
-    uint64_t turns[STATS_WARPGROUPS]; /* of a warpgroup to issue its wgmmas */
     typename CONSUMER::shared of_warpgroup[STATS_WARPGROUPS];
     stats_chunk chunk;
     int exists;
@@ -56,8 +55,6 @@ template <typename CONSUMER> struct stats_smem {
         barriers.init(STATS_WARPGROUPS * 4);
         for (uint64_t &barrier : queries_full)
             barrier_init(barrier, 1);
-        for (uint64_t &barrier : turns)
-            barrier_init(barrier, 4);
         barrier_init_fence();
     }
 
@@ -68,8 +65,6 @@ template <typename CONSUMER> struct stats_smem {
             barrier_end(barriers.empty[stage]);
         }
         for (uint64_t &barrier : queries_full)
-            barrier_end(barrier);
-        for (uint64_t &barrier : turns)
             barrier_end(barrier);
     }
 };
@@ -168,14 +163,6 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
         barrier_arrive_if(smem.barriers.empty[slot], threadIdx.x % 32 == 0);
     }
 
-    /* Warpgroups issue their wgmmas in turn, in every stage: all of one, then all of the next. Otherwise the tensor
-     * cores interleave them, all warpgroups get their products at the same time, and nothing overlaps the arithmetic.
-     */
-    __device__ void pass_turn() const
-    {
-        barrier_arrive_if(smem.turns[(warpgroup + 1) % STATS_WARPGROUPS], threadIdx.x % 32 == 0);
-    }
-
     __device__ void multiply(stage_logits &x) const
     {
         const uint32_t keys = k_major_operand(&smem.stages[slot]);
@@ -185,7 +172,6 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
         wgmma_slabs<typename CONSUMER::ELEMENT, DIM, 64, 64>(x, KEYS_ARE_ROWS ? keys : queries,
                                                              KEYS_ARE_ROWS ? queries : keys);
         wgmma_commit();
-        pass_turn();
         wgmma_wait<0>();
         fence_operand(x);
         release();
@@ -211,9 +197,7 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
         for (int stage = begin; stage < end; stage++) {
             const int key = stage * STAGE_KEYS;
             barrier_wait(smem.barriers.full[slot], phase);
-            barrier_wait(smem.turns[warpgroup], stages_done % 2);
             if (key >= any_end || key + STAGE_KEYS <= any_begin) {
-                pass_turn();
                 release();
             } else {
                 stage_logits x;
@@ -234,8 +218,6 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
     {
         const int rounds = warp_uniform(chunk().rounds());
         int stages_done = 0, tiles_done = 0;
-        if (warpgroup == STATS_WARPGROUPS - 1)
-            pass_turn(); /* warpgroup 0 begins */
         if (warp == STATS_PRODUCER_WARP)
             for (int n = 0; n < DEPTH && find_load(); n++)
                 load(n);
