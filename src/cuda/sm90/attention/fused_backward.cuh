@@ -37,209 +37,15 @@
  * FORM: what the logits are. CAPPED_LOGITS and LINEAR_LOGITS are instances of their own: in one instance the paths of
  * both made softcaps 6 to 9 % slower.
  *
- * One kernel, loader and dk loop for this backward and the joint one cost 2 to 4.5 % here, so each has its own. They
- * share what leaves the machine code unchanged: the stores of G and dq, the loop over stages, the sanitizing of keys,
- * tensor maps and the launch. */
+ * query_backward.cuh has what this backward shares with the joint one. One loader and dk loop for both cost 2 to 4.5
+ * % here, so each has its own. */
 #ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_CUH
 
-#include "cuda/common/dk_sums.cuh"
-#include "cuda/sm90/attention/fused_backward_dq.cuh"
+#include "cuda/sm90/attention/fused_backward_tile.cuh"
 
 namespace sm90
 {
-
-/* ---- dk ----------------------------------------------------------------------------------------------------- */
-
-/* Executed by the dk warpgroup. Only masked stages need it: see logit_gradients.cuh. */
-template <typename ELEMENT, typename SMEM> __device__ inline void sanitize_stage(SMEM &smem, int n)
-{
-    const int stage = n % smem.DEPTH;
-    const int row = (int)(threadIdx.x % 128 / 2);
-    barrier_wait(smem.full[stage], n / smem.DEPTH % 2);
-    const bool finite = smem.template sanitize_key<ELEMENT>(stage, row);
-    smem.poison[stage][row] = finite ? 0.0F : NAN;
-    fence_proxy_async();
-    barrier_arrive(smem.sanitized[stage]); /* every thread, because every thread has written rows or poison */
-}
-
-/* Writes dk of a stage to shared memory, in TMA's 128-byte swizzle. Lanes of odd rows swap pairs of 8-dimension
- * blocks with the next pair, which avoids bank conflicts. */
-template <int DIM>
-__device__ inline void write_dk(unsigned char (&rows)[DIM / 32][STAGE_KEYS][128], const float (&dk)[DIM / 8][4],
-                                float factor)
-{
-    const int lane = (int)(threadIdx.x % 32);
-    const int row = (int)(threadIdx.x % 128 / 32) * 16 + lane / 4;
-    const bool odd = row % 2;
-#pragma unroll
-    for (int n = 0; n < DIM / 8; n++) {
-        const int chunk = (n % 4 ^ (odd ? 2 : 0)) * 2 + lane % 4 / 2;
-        unsigned char *const to = &rows[n / 4][row][(chunk ^ row % 8) * 16 + lane % 2 * 8];
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float low = odd ? dk[n ^ 2][half * 2] : dk[n][half * 2];
-            const float high = odd ? dk[n ^ 2][half * 2 + 1] : dk[n][half * 2 + 1];
-            *(float2 *)(void *)(to + half * 8 * 128) = make_float2(low * factor, high * factor);
-        }
-    }
-}
-
-/* dk = G^T Q of a stage: 64 keys x N = 64 keys x ROWS queries . ROWS queries x N. `g` and `q` are operands. */
-template <typename ELEMENT, int ROWS, int BLOCKS>
-__device__ inline void multiply_dk(float (&dk)[BLOCKS][4], uint32_t g, uint32_t q)
-{
-    wgmma_fence();
-    wgmma_steps<true, ROWS / 16>(dk, g, q, 0, ELEMENT());
-    wgmma_commit();
-    wgmma_wait<0>();
-    fence_operand(dk);
-}
-
-/* Without `with_dk` the warpgroup is only the producer. */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void run_dk_warpgroup(fused_backward_smem<SHAPE> &smem, const stage_loader<SHAPE> &loader,
-                                        bool with_dk, float scale)
-{
-    constexpr int DIM = SHAPE::DIM, DK_DIMS = SHAPE::DK_DIMS;
-    constexpr bool LOADS_LATE = smem.DEPTH == 2; /* the next stage is not requested before G of this one is full */
-    const int warp = warp_in_warpgroup();
-    const bool is_leader = warp == 0; /* the warp that issues loads */
-    const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
-    float dk[DK_DIMS / 8][4];
-    if (loader.keys.masked_stages > 0)
-        sanitize_stage<ELEMENT>(smem, 0);
-    for (int n = 0; n < loader.keys.stages; n++) {
-        if (!LOADS_LATE && n + 1 < loader.keys.masked_stages)
-            sanitize_stage<ELEMENT>(smem, n + 1);
-        barrier_wait(smem.g_full[n % 2], n / 2 % 2);
-        if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
-            loader.load_stage(n + smem.DEPTH - 1);
-        if (is_leader && smem.WIDE_OTHER) /* ... and the other argument's keys of stage n */
-            loader.load_other_stage(n + smem.DEPTH);
-        if (LOADS_LATE && n + 1 < loader.keys.masked_stages)
-            sanitize_stage<ELEMENT>(smem, n + 1);
-        if (!with_dk) {
-            __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[n % 2]);
-            continue;
-        }
-        const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
-#pragma unroll
-        for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
-            multiply_dk<ELEMENT, SHAPE::ROWS>(dk, g, q + first_dim / 64 * (smem.ROWS * 128 / 16));
-            if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[n % 2]);
-            tma_wait_read(); /* a warp's 16 keys leave by themselves: warps do not wait for each other */
-            __syncwarp();
-            write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
-            fence_proxy_async();
-            __syncwarp();
-            loader.reduce_add(n, first_dim, warp);
-        }
-    }
-    tma_wait_read();
-}
-
-/* ---- Kernel ------------------------------------------------------------------------------------------------- */
-
-template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM>
-__global__ void __launch_bounds__(SHAPE::THREADS, 1)
-    fused_backward_kernel(const __grid_constant__ backward_params params,
-                          const __grid_constant__ fused_backward_maps maps)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char raw[];
-    typedef fused_backward_smem<SHAPE> memory;
-    memory &smem = *(memory *)(void *)raw;
-    typename SHAPE::tile_type assigned;
-    if (!assigned.find(params, 1, (unsigned)params.head_group))
-        return;
-    if (threadIdx.x < 32) {
-        const float common = HAS_GRAD_UNIT<ELEMENT, SHAPE> ? find_common_grad(params, assigned) : 0.0F;
-        smem.in_units = common != 0.0F;
-        smem.unit = common != 0.0F ? common : find_g_unit(params, assigned, ELEMENT());
-    }
-    const row_stream keys = keys_of_tile(params, assigned, 1);
-    smem.visible.fill(keys.band);
-    if (threadIdx.x == 0) {
-        smem.tile = assigned;
-        set_rows(smem, assigned, keys);
-        barrier_init(smem.queries_full, 1);
-        for (int stage = 0; stage < smem.DEPTH; stage++) {
-            barrier_init(smem.full[stage], 1);
-            barrier_init(smem.sanitized[stage], 128);
-            if (smem.WIDE_OTHER)
-                barrier_init(smem.other_full[stage], 1);
-        }
-        for (int stage = 0; stage < 2; stage++) {
-            barrier_init(smem.g_full[stage], SHAPE::DQ_GROUPS * 128);
-            barrier_init(smem.g_empty[stage], 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-    const typename SHAPE::tile_type &tile = smem.tile;
-    const int warpgroup = warpgroup_index();
-    if (warpgroup == SHAPE::DK_WARPGROUP) {
-        reg_dealloc<SHAPE::DK_REGS>();
-        const int head = warp_uniform((int)tile.head);
-        const stage_loader<SHAPE> loader = {smem,
-                                            maps,
-                                            warp_uniform(smem.keys),
-                                            warp_uniform((int)tile.sequence.batch),
-                                            head,
-                                            head / wrt_argument<WRT_B>(params).heads_per_key,
-                                            head / other_argument<WRT_B>(params).heads_per_key};
-        if (warp_index() == SHAPE::DK_WARPGROUP * 4) {
-            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
-            for (int n = 0; n < smem.DEPTH; n++) {
-                if (smem.WIDE_OTHER)
-                    loader.load_other_stage(n);
-                loader.load_stage(n);
-            }
-        }
-        run_dk_warpgroup<ELEMENT>(smem, loader, params.dk_sums.data != NULL,
-                                  params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
-    } else {
-        reg_alloc<SHAPE::DQ_REGS>();
-        dq_warpgroup<ELEMENT, SHAPE, WRT_B, FORM> consumer = {params, smem, warpgroup};
-        if constexpr (SHAPE::REG_DIMS > 0)
-            load_a_frag<SHAPE::REG_DIMS>(
-                consumer.other_q,
-                queries_of<ELEMENT>(other_argument<WRT_B>(params), tile.sequence, tile.head).from(tile.first),
-                smem.count);
-        barrier_wait(smem.queries_full, 0);
-        prepare_queries<ELEMENT, WRT_B>(params, smem, tile);
-        consumer.run();
-        consumer.store(tile);
-    }
-#endif
-}
-
-/* ---- Launch ------------------------------------------------------------------------------------------------- */
-
-/* Launches one block with `memory` bytes of shared memory per tile of queries. */
-template <typename SHAPE, typename... MAPS>
-cudaError_t launch_tiles(void (*kernel)(backward_params, MAPS...), size_t memory, const backward_params &params,
-                         const MAPS &...maps)
-{
-    static_assert(SHAPE::ROWS == (SHAPE::DQ_GROUPS == 3 ? SKL_SM90_TALL_ROWS : SKL_SM90_BACKWARD_ROWS),
-                  "cuda/select counts tiles");
-    const skl_problem &p = params.problem;
-    return launch_blocks(kernel, grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, SHAPE::ROWS)), SHAPE::THREADS,
-                         memory, params.call.stream, params, maps...);
-}
-
-/* Encodes the sums of dk, if there is a dk. `box_rows`: keys that TMA adds at once. */
-inline bool encode_dk_sums(CUtensorMap *map, const backward_params &params, int box_rows = 16)
-{
-    const skl_problem *const p = &params.problem;
-    const skl_cuda_argument *const wrt = wrt_of(params);
-    return params.dk_sums.data == NULL ||
-           encode_sums(map, params.dk_sums, wrt->dim, p->heads_s / wrt->heads_per_key, skl_key_rows(p), box_rows);
-}
 
 template <typename ELEMENT>
 inline bool encode_all(fused_backward_maps *maps, const backward_params &params, int tile_rows, ELEMENT element)
@@ -250,15 +56,6 @@ inline bool encode_all(fused_backward_maps *maps, const backward_params &params,
            encode_keys(&maps->wrt_keys, p, wrt_of(params), STAGE_KEYS, element) &&
            encode_keys(&maps->other_keys, p, other_of(params), STAGE_KEYS, element) &&
            encode_dk_sums(&maps->sums, params);
-}
-
-/* Clears the sums of dk, calls launch(), which adds to them, and rounds them to dk's type. */
-template <typename LAUNCH> cudaError_t with_dk_sums(const backward_params &params, const LAUNCH &launch)
-{
-    cudaError_t error = clear_dk_sums(&params);
-    if (error == cudaSuccess)
-        error = launch();
-    return error == cudaSuccess ? store_dk_sums(&params) : error;
 }
 
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */
@@ -274,8 +71,6 @@ template <typename ELEMENT, typename SHAPE, logit_form FORM>
 cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &params)
 {
     constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE> && FORM != LINEAR_LOGITS;
-    constexpr int MEMORY = sizeof(fused_backward_smem<SHAPE>);
-    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     const bool wrt_b = is_grad_of_b(params);
     fused_backward_maps maps;
     if (!(wrt_b || OF_A) || !encode_all(&maps, params, SHAPE::ROWS, ELEMENT()))
@@ -288,8 +83,8 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
                       1);
         if constexpr (OF_A)
             if (!wrt_b)
-                return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, false, FORM>, MEMORY, params, maps);
-        return launch_tiles<SHAPE>(fused_backward_kernel<ELEMENT, SHAPE, true, FORM>, MEMORY, params, maps);
+                return launch_query_tiles<fused_backward<ELEMENT, SHAPE, false, FORM>>(params, maps);
+        return launch_query_tiles<fused_backward<ELEMENT, SHAPE, true, FORM>>(params, maps);
     });
 }
 

@@ -4,13 +4,10 @@
 
 #include <type_traits>
 
-#include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/attention/query_backward.cuh"
 
 namespace sm90
 {
-
-constexpr int TILE_QUERIES = block_tile::ROWS;
 
 /* GROUPS: dq warpgroups. */
 template <int D_WRT, int D_OTHER, int GROUPS = 2> struct fused_backward_shape {
@@ -18,7 +15,6 @@ template <int D_WRT, int D_OTHER, int GROUPS = 2> struct fused_backward_shape {
     static constexpr bool WIDE_OTHER = OTHER_DIM > 128;
     static constexpr int DK_DIMS = WIDE_OTHER ? 64 : DIM; /* dimensions of dk at a time */
     static constexpr int DQ_GROUPS = GROUPS;
-    static constexpr int DK_WARPGROUP = DQ_GROUPS; /* after the dq warpgroups */
     static constexpr int THREADS = 128 * (DQ_GROUPS + 1);
     typedef query_tile<DQ_GROUPS> tile_type;
     static constexpr int ROWS = tile_type::ROWS; /* queries */
@@ -73,35 +69,12 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
     }
 };
 
-/* Sets the number of queries and the schedule of keys of a tile. */
-template <typename SMEM, typename TILE>
-__device__ inline void set_rows(SMEM &smem, const TILE &tile, const row_stream &keys)
-{
-    smem.count = (int)skl_min(TILE::ROWS, tile.sequence.query_count - tile.first);
-    smem.keys = keys;
-    if (smem.count < TILE::ROWS) /* rows that do not exist must be masked: 0 times a non-finite key is NaN */
-        smem.keys.masked_stages = smem.keys.stages;
-}
-
 /* `sums`: f32 sums of dk in global memory. */
 struct fused_backward_maps {
     CUtensorMap wrt_queries, other_queries, wrt_keys, other_keys, sums;
 };
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
-
-/* Adds dk of a warp's 16 keys of stage n, from dimension first_dim on. The row is found slab by slab: found once, it
- * takes a branch. */
-template <int SLABS>
-__device__ inline void reduce_add_dk(const CUtensorMap &sums, const unsigned char (&dk)[SLABS][STAGE_KEYS][128],
-                                     int first_dim, const stage_schedule &keys, int n, int warp, int key_head,
-                                     int batch)
-{
-#pragma unroll
-    for (int slab = 0; slab < SLABS; slab++)
-        tma_reduce_add(sums, first_dim + slab * 32, keys.row_at(n) + warp * 16, key_head, batch, dk[slab][warp * 16]);
-    tma_commit();
-}
 
 /* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
 template <typename SHAPE> struct stage_loader {

@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "cuda/sm90/attention/logit_gradients.cuh"
-#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/attention/tile_kernel.cuh"
 
 namespace sm90
 {
@@ -161,17 +161,6 @@ template <typename ELEMENT, int DIM, bool DK, bool WRT_B, bool CAPPED, typename 
 };
 
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
-
-template <int ROWS> __device__ inline void fill_visible(row_ranges<ROWS> &to, const bounded_band &band)
-{
-    to.fill(band);
-}
-
-__device__ inline void fill_visible(bounded_band &to, const bounded_band &band)
-{
-    if (threadIdx.x == 0)
-        to = band;
-}
 
 template <typename CONSUMER>
 __global__ void __launch_bounds__(GRADIENT_THREADS, 1)

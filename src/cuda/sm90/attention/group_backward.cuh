@@ -19,8 +19,8 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_GROUP_BACKWARD_CUH
 
-#include "cuda/sm90/attention/fused_backward.cuh"
 #include "cuda/sm90/attention/group_heads.cuh"
+#include "cuda/sm90/attention/query_backward.cuh"
 
 namespace sm90
 {
@@ -382,8 +382,10 @@ cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *par
         return encode_error();
     return with_dk_sums(kernel_params, [&] {
         record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
-        return launch_tiles<group_backward_block>(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>, (size_t)size,
-                                                  kernel_params, maps, depth);
+        return launch_blocks(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
+                             grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)),
+                             group_backward_block::THREADS, (size_t)size, params->call.stream, kernel_params, maps,
+                             depth);
     });
 }
 

@@ -22,53 +22,132 @@
  * time: its many small wgmmas between those of the dq warpgroups took twice as long as all the rest
  * (docs/dives/backward.md). Shared memory has room for one buffer of G.
  *
- * The rest is as in fused_backward.cuh. On the kernel, loader and dk loop of the fused backward this one took 2 to 3
- * % longer, so it has its own. */
+ * The rest is as in fused_backward.cuh. On the loader and dk loop of the fused backward this one took 2 to 3 %
+ * longer, so it has its own. */
 #ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_CUH
 
-#include "cuda/sm90/attention/fused_backward.cuh"
 #include "cuda/sm90/attention/joint_backward_stages.cuh"
 
 namespace sm90
 {
 
-/* ---- dq ----------------------------------------------------------------------------------------------------- */
-
-/* As in the fused backward. A query that is not finite in one argument makes G of both NaN. */
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void prepare_joint_queries(const backward_params &params, joint_backward_smem<SHAPE> &smem)
+__host__ __device__ inline skl_side side_of_argument(const skl_cuda_params &params, int which)
 {
-    const int row = (int)(threadIdx.x / 2), count = smem.count;
-    bool finite = true;
-#pragma unroll
-    for (int which = 0; which < ARGUMENTS; which++)
-        finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.queries[which].slabs, row, row < count) && finite;
-    if (threadIdx.x % 2 == 0) {
-        constexpr float HUGE_LSE = 1e30F;
-        row_stats stats = {HUGE_LSE, HUGE_LSE, 0.0F, 0.0F};
-        if (row < count) {
-            float stat[4];
-#pragma unroll
-            for (int which = 0; which < 4; which++)
-                stat[which] = row_stat(params, which, smem.tile.sequence, smem.tile.head, smem.tile.first + row);
-            stats = {finite ? lse2_of(stat[0]) : NAN, lse2_of(stat[1]), stat[2], stat[3]};
-        }
-        smem.stats[row] = stats;
-    }
-    fence_proxy_async();
-    named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
+    const bool teacher = (params.problem.direction == SKL_KL_REVERSE) == (which == OF_B);
+    return teacher ? skl_teacher_of(&params.problem, &params.call) : skl_student_of(&params.problem, &params.call);
 }
 
-template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
+template <typename ELEMENT, typename SHAPE> struct joint_backward {
+    typedef joint_backward_smem<SHAPE> memory;
+    static constexpr int GROUPS = SHAPE::DQ_GROUPS, REGS = SHAPE::DQ_REGS, PRODUCER_REGS = SHAPE::DK_REGS;
     static constexpr int DIM = SHAPE::DIM;
     const backward_params &params;
-    joint_backward_smem<SHAPE> &smem;
+    const joint_backward_maps &maps;
+    memory &smem;
     int warpgroup; /* warp-uniform */
     float dq_a[DIM / 8][4], dq_b[DIM / 8][4];
 
     typedef float logits[SHAPE::KEYS / 8][4];     /* of KEYS keys */
     typedef uint32_t g_frag[SHAPE::KEYS / 16][4]; /* G of KEYS keys as A operands */
+
+    __device__ static bool find(const backward_params &params, memory &, block_tile &tile, row_stream &keys)
+    {
+        if (!tile.find(params, 1, (unsigned)params.head_group))
+            return false;
+        keys = keys_of_tile(params, tile, 1);
+        return true;
+    }
+
+    __device__ static void start(const backward_params &, memory &smem, const block_tile &tile,
+                                 const row_stream &keys)
+    {
+        smem.tile = tile;
+        set_rows(smem, tile, keys);
+        barrier_init(smem.queries_full, 1);
+        for (int stage = 0; stage < smem.DEPTH; stage++) {
+            barrier_init(smem.full[stage], 1);
+            barrier_init(smem.sanitized[stage], 128);
+        }
+        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
+            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
+            for (int which = 0; which < ARGUMENTS; which++)
+                barrier_init(smem.g_empty[buffer][which], 4);
+        }
+    }
+
+    /* ---- dk ------------------------------------------------------------------------------------------------- */
+
+    __device__ void produce()
+    {
+        const block_tile &tile = smem.tile;
+        const int head = warp_uniform((int)tile.head);
+        const joint_loader<SHAPE> loader = {smem,
+                                            maps,
+                                            warp_uniform(smem.keys),
+                                            warp_uniform((int)tile.sequence.batch),
+                                            head,
+                                            {head / params.a.heads_per_key, head / params.b.heads_per_key}};
+        if (warp_index() == GROUPS * 4) {
+            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+            for (int n = 0; n < smem.DEPTH; n++)
+                loader.load_stage(n);
+        }
+        add_dk(loader, side_of_argument(params, OF_A).scale, side_of_argument(params, OF_B).scale);
+    }
+
+    __device__ void add_dk(const joint_loader<SHAPE> &loader, float scale_a, float scale_b)
+    {
+        constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
+        const int warp = warp_in_warpgroup();
+        float dk[SHAPE::DIM / 8][4];
+        if (loader.keys.masked_stages > 0)
+            sanitize_stage<ELEMENT>(smem, 0);
+        for (int n = 0; n < loader.keys.stages; n++) {
+            const int g_buffer = n % SHAPE::G_BUFFERS;
+            if (n + 1 < loader.keys.masked_stages)
+                sanitize_stage<ELEMENT>(smem, n + 1);
+            barrier_wait(smem.g_full[g_buffer], n / SHAPE::G_BUFFERS % 2);
+            if (warp == 0 && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+                loader.load_stage(n + smem.DEPTH - 1);
+#pragma unroll
+            for (int which = 0; which < ARGUMENTS; which++) {
+                multiply_dk<ELEMENT, SHAPE::ROWS>(dk, mn_major_operand(smem.g[g_buffer][which], 0),
+                                                  mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128));
+                if (threadIdx.x % 32 == 0)
+                    barrier_arrive(smem.g_empty[g_buffer][which]);
+#pragma unroll
+                for (int slice = 0; slice < SLICES; slice++) {
+                    const int buffer = (which * SLICES + slice) % SHAPE::DK_BUFFERS;
+                    tma_wait_read<SHAPE::DK_BUFFERS - 1>();
+                    __syncwarp();
+                    write_dk<DK_DIMS>(smem.dk[buffer], *(const float(*)[DK_DIMS / 8][4]) & dk[slice * DK_DIMS / 8],
+                                      which == OF_A ? scale_a : scale_b);
+                    fence_proxy_async();
+                    __syncwarp();
+                    loader.reduce_add(n, which, slice * DK_DIMS, buffer, warp);
+                }
+            }
+        }
+        tma_wait_read();
+    }
+
+    /* ---- dq ------------------------------------------------------------------------------------------------- */
+
+    /* A query that is not finite in one argument makes G of both NaN. */
+    __device__ bool sanitize_query(int row, int count) const
+    {
+        bool finite = true;
+#pragma unroll
+        for (int which = 0; which < ARGUMENTS; which++)
+            finite = sanitize_row<ELEMENT, DIM>(smem.queries[which].slabs, row, row < count) && finite;
+        return finite;
+    }
+
+    __device__ void set_stats(row_stats &stats, const float (&stat)[4], bool finite) const
+    {
+        stats = {finite ? lse2_of(stat[0]) : NAN, lse2_of(stat[1]), stat[2], stat[3]};
+    }
 
     template <int WHICH> __device__ void issue_products(logits &x, int stage, int first_key)
     {
@@ -173,6 +252,8 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
 
     __device__ void run()
     {
+        barrier_wait(smem.queries_full, 0);
+        prepare_queries(*this);
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dq_a[e / 4][e % 4] = dq_b[e / 4][e % 4] = 0.0F;
@@ -180,114 +261,13 @@ template <typename ELEMENT, typename SHAPE> struct joint_dq_warpgroup {
         fence_operand(dq_a);
         fence_operand(dq_b);
     }
+
+    __device__ void store() const
+    {
+        dq_output::of(side_of_argument(params, OF_A), smem.tile).template store<ELEMENT>(smem, dq_a);
+        dq_output::of(side_of_argument(params, OF_B), smem.tile).template store<ELEMENT>(smem, dq_b);
+    }
 };
-
-/* ---- dk ----------------------------------------------------------------------------------------------------- */
-
-template <typename ELEMENT, typename SHAPE>
-__device__ inline void run_joint_dk_warpgroup(joint_backward_smem<SHAPE> &smem, const joint_loader<SHAPE> &loader,
-                                              float scale_a, float scale_b)
-{
-    constexpr int DK_DIMS = SHAPE::DK_DIMS, SLICES = SHAPE::DIM / DK_DIMS;
-    const int warp = warp_in_warpgroup();
-    float dk[SHAPE::DIM / 8][4];
-    if (loader.keys.masked_stages > 0)
-        sanitize_stage<ELEMENT>(smem, 0);
-    for (int n = 0; n < loader.keys.stages; n++) {
-        const int g_buffer = n % SHAPE::G_BUFFERS;
-        if (n + 1 < loader.keys.masked_stages)
-            sanitize_stage<ELEMENT>(smem, n + 1);
-        barrier_wait(smem.g_full[g_buffer], n / SHAPE::G_BUFFERS % 2);
-        if (warp == 0 && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
-            loader.load_stage(n + smem.DEPTH - 1);
-#pragma unroll
-        for (int which = 0; which < ARGUMENTS; which++) {
-            multiply_dk<ELEMENT, SHAPE::ROWS>(dk, mn_major_operand(smem.g[g_buffer][which], 0),
-                                              mn_major_operand(smem.queries[which].slabs, SHAPE::ROWS * 128));
-            if (threadIdx.x % 32 == 0)
-                barrier_arrive(smem.g_empty[g_buffer][which]);
-#pragma unroll
-            for (int slice = 0; slice < SLICES; slice++) {
-                const int buffer = (which * SLICES + slice) % SHAPE::DK_BUFFERS;
-                tma_wait_read<SHAPE::DK_BUFFERS - 1>();
-                __syncwarp();
-                write_dk<DK_DIMS>(smem.dk[buffer], *(const float(*)[DK_DIMS / 8][4]) & dk[slice * DK_DIMS / 8],
-                                  which == OF_A ? scale_a : scale_b);
-                fence_proxy_async();
-                __syncwarp();
-                loader.reduce_add(n, which, slice * DK_DIMS, buffer, warp);
-            }
-        }
-    }
-    tma_wait_read();
-}
-
-/* ---- Kernel ------------------------------------------------------------------------------------------------- */
-
-__host__ __device__ inline skl_side side_of_argument(const skl_cuda_params &params, int which)
-{
-    const bool teacher = (params.problem.direction == SKL_KL_REVERSE) == (which == OF_B);
-    return teacher ? skl_teacher_of(&params.problem, &params.call) : skl_student_of(&params.problem, &params.call);
-}
-
-template <typename ELEMENT, typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::THREADS, 1)
-    joint_backward_kernel(const __grid_constant__ backward_params params,
-                          const __grid_constant__ joint_backward_maps maps)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char raw[];
-    joint_backward_smem<SHAPE> &smem = *(joint_backward_smem<SHAPE> *)(void *)raw;
-    block_tile assigned;
-    if (!assigned.find(params, 1, (unsigned)params.head_group))
-        return;
-    const row_stream keys = keys_of_tile(params, assigned, 1);
-    smem.visible.fill(keys.band);
-    if (threadIdx.x == 0) {
-        smem.tile = assigned;
-        set_rows(smem, assigned, keys);
-        barrier_init(smem.queries_full, 1);
-        for (int stage = 0; stage < smem.DEPTH; stage++) {
-            barrier_init(smem.full[stage], 1);
-            barrier_init(smem.sanitized[stage], 128);
-        }
-        for (int buffer = 0; buffer < SHAPE::G_BUFFERS; buffer++) {
-            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
-            for (int which = 0; which < ARGUMENTS; which++)
-                barrier_init(smem.g_empty[buffer][which], 4);
-        }
-        barrier_init_fence();
-    }
-    __syncthreads();
-    const block_tile &tile = smem.tile;
-    const int warpgroup = warpgroup_index();
-    if (warpgroup == SHAPE::DQ_GROUPS) {
-        reg_dealloc<SHAPE::DK_REGS>();
-        const int head = warp_uniform((int)tile.head);
-        const joint_loader<SHAPE> loader = {smem,
-                                            maps,
-                                            warp_uniform(smem.keys),
-                                            warp_uniform((int)tile.sequence.batch),
-                                            head,
-                                            {head / params.a.heads_per_key, head / params.b.heads_per_key}};
-        if (warp_index() == SHAPE::DQ_GROUPS * 4) {
-            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
-            for (int n = 0; n < smem.DEPTH; n++)
-                loader.load_stage(n);
-        }
-        run_joint_dk_warpgroup<ELEMENT>(smem, loader, side_of_argument(params, OF_A).scale,
-                                        side_of_argument(params, OF_B).scale);
-    } else {
-        reg_alloc<SHAPE::DQ_REGS>();
-        joint_dq_warpgroup<ELEMENT, SHAPE> consumer = {params, smem, warpgroup};
-        barrier_wait(smem.queries_full, 0);
-        prepare_joint_queries<ELEMENT>(params, smem);
-        consumer.run();
-        dq_output::of(side_of_argument(params, OF_A), tile).store<ELEMENT>(smem, consumer.dq_a);
-        dq_output::of(side_of_argument(params, OF_B), tile).store<ELEMENT>(smem, consumer.dq_b);
-    }
-#endif
-}
 
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
 
@@ -309,16 +289,13 @@ inline bool encode_joint(joint_backward_maps *maps, const backward_params &of_a,
 template <typename ELEMENT, int DIM>
 cudaError_t launch_joint_tiles(const char *kernel, const backward_params &of_a, const backward_params &of_b)
 {
-    typedef joint_shape<DIM> shape;
-    constexpr int MEMORY = sizeof(joint_backward_smem<shape>);
-    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     joint_backward_maps maps;
     if (!encode_joint(&maps, of_a, of_b, ELEMENT()))
         return encode_error();
     return with_dk_sums(of_a, [&] {
         return with_dk_sums(of_b, [&] {
             record_launch(kernel, SKL_VARIANT_JOINT, 1);
-            return launch_tiles<shape>(joint_backward_kernel<ELEMENT, shape>, MEMORY, of_a, maps);
+            return launch_query_tiles<joint_backward<ELEMENT, joint_shape<DIM>>>(of_a, maps);
         });
     });
 }

@@ -2,7 +2,7 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_STAGES_CUH
 #define SKL_CUDA_SM90_ATTENTION_JOINT_BACKWARD_STAGES_CUH
 
-#include "cuda/sm90/attention/fused_backward_stages.cuh"
+#include "cuda/sm90/attention/query_backward.cuh"
 
 namespace sm90
 {
@@ -10,7 +10,7 @@ namespace sm90
 enum { OF_A, OF_B, ARGUMENTS };
 
 template <int D> struct joint_shape {
-    static constexpr int DIM = D, ROWS = TILE_QUERIES, DQ_GROUPS = 2, THREADS = 128 * (DQ_GROUPS + 1);
+    static constexpr int DIM = D, ROWS = TILE_QUERIES, DQ_GROUPS = 2;
     static constexpr bool WIDE = DIM > 64;              /* registers and shared memory are short */
     static constexpr int KEYS = WIDE ? 32 : STAGE_KEYS; /* keys of a stage whose logits are in registers together */
     static constexpr int DQ_REGS = 200, DK_REGS = 504 - DQ_GROUPS * DQ_REGS;

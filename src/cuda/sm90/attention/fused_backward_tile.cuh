@@ -1,38 +1,11 @@
-/* The dq warpgroups of the fused backward: logits, G, dq, and with respect to B the KL. */
-#ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_DQ_CUH
-#define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_DQ_CUH
+/* The fused backward of a tile of queries: what its dq warpgroups and its dk warpgroup do. */
+#ifndef SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_TILE_CUH
+#define SKL_CUDA_SM90_ATTENTION_FUSED_BACKWARD_TILE_CUH
 
 #include "cuda/sm90/attention/fused_backward_stages.cuh"
 
 namespace sm90
 {
-
-/* G in f16 needs a unit, because f16 represents 2^-24 .. 2^16 only; bf16 has the range of f32. One warp derives it
- * from the block's largest upstream gradient, which bounds G with respect to B. Rows whose upstream gradient is less
- * than 2^-16 of that lose bits of dq. */
-template <typename ELEMENT, int GROUPS>
-__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, ELEMENT)
-{
-    return 1.0F;
-}
-
-template <int GROUPS>
-__device__ inline float find_g_unit(const backward_params &params, const query_tile<GROUPS> &tile, skl_f16)
-{
-    constexpr int LIMIT = 15; /* values stay below 2^LIMIT units */
-    float largest = 0.0F;
-#pragma unroll 1
-    for (int row = (int)(threadIdx.x % 32); row < tile.ROWS; row += 32) {
-        const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
-        const skl_range sees = skl_visible(&params.problem, &tile.sequence, query);
-        if (sees.begin >= sees.end)
-            continue; /* its gradient is 0, whatever the upstream gradient is */
-        const float size = fabsf(row_stat(params, 3, tile.sequence, tile.head, query));
-        largest = size < INFINITY ? fmaxf(largest, size) : largest;
-    }
-    const int size = (int)(__float_as_uint(warp_max(largest)) >> 23) - 126; /* largest < 2^size */
-    return power_of_2(max(size - LIMIT, -126));
-}
 
 /* Tall tiles spend most of their time outside the tensor cores. So if all queries of a bf16 tile have the same
  * upstream gradient, that is the unit of G, and full stages do not multiply by it. */
@@ -53,101 +26,138 @@ __device__ inline float find_common_grad(const backward_params &params, const qu
     return __all_sync(~0U, same) ? first : 0.0F;
 }
 
-/* Row stats of the warpgroup's 64 queries, two threads each. Non-finite queries of the wrt argument become 0
- * and their LSE NaN, so that they do not affect dk of keys that they do not attend to. Rows after the last one may
- * belong to another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
-template <typename ELEMENT, bool WRT_B, typename SHAPE>
-__device__ inline void prepare_queries(const backward_params &params, fused_backward_smem<SHAPE> &smem,
-                                       const typename SHAPE::tile_type &tile)
-{
-    const int row = (int)(threadIdx.x / 2), count = smem.count;
-    const bool finite = sanitize_row<ELEMENT, SHAPE::DIM>(smem.wrt_queries.slabs, row, row < count);
-    if constexpr (smem.OTHER_SLABS > 0)
-        for (int slab = 0; slab < smem.OTHER_SLABS; slab++)
-            for (int c = (int)(threadIdx.x % 2); c < 8 && row >= count; c += 2)
-                *(uint4 *)(void *)&smem.other_queries.slabs[slab][row][c * 16] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x % 2 == 0) {
-        constexpr float HUGE_LSE = 1e30F;
-        row_stats stats = {HUGE_LSE, HUGE_LSE, 0.0F, 0.0F};
-        if (row < count) {
-            float stat[4];
-#pragma unroll
-            for (int which = 0; which < 4; which++)
-                stat[which] = row_stat(params, which, tile.sequence, tile.head, tile.first + row);
-            stats = {lse2_of(stat[0]), lse2_of(stat[1]), stat[2], stat[3] / smem.unit};
-            if (!finite)
-                (WRT_B ? stats.lse_b : stats.lse_a) = NAN;
-        }
-        smem.stats[row] = stats;
-    }
-    fence_proxy_async();
-    named_barrier_sync(1 + (int)(threadIdx.x / 128), 128);
-}
-
-/* ---- Stages ------------------------------------------------------------------------------------------------- */
-
-/* Runs the masked stages, then the full ones. */
-template <typename DQ> __device__ inline void add_all_stages(DQ &dq, const stage_schedule &keys)
-{
-    for (int n = 0; n < keys.masked_stages; n++)
-        dq.template add_stage<true>(n);
-    wgmma_wait<0>(); /* lets ptxas keep G in the same registers in both loops */
-    for (int n = keys.masked_stages; n < keys.stages; n++)
-        dq.template add_stage<false>(n);
-    wgmma_wait<0>();
-}
-
-/* ---- Stores ------------------------------------------------------------------------------------------------- */
-
-/* Writes G of the warpgroup's queries and 16 STEPS keys, from first_key on, to [query][key]. */
-template <int STEPS, int ROWS>
-__device__ inline void write_g(unsigned char (&rows)[ROWS][128], const uint32_t (&g)[STEPS][4], int lane, int row,
-                               int first_key = 0)
-{
-    const uint32_t to = shared_address(&rows[row][(lane / 16 ^ row % 8) * 16]);
-#pragma unroll
-    for (int step = 0; step < STEPS; step++)
-        stmatrix_x4(to ^ (uint32_t)((first_key / 16 + step) * 32), g[step]);
-}
-
-/* Where dq of a tile goes. Without data the caller asks for no dq. */
-struct dq_output {
-    skl_side side;
-    skl_output rows;
-    int64_t base; /* first row of the tile */
-
-    template <typename TILE> __device__ static dq_output of(const skl_side &side, const TILE &tile)
-    {
-        const skl_output rows = *side.dq;
-        return {side, rows, SKL_ROW(rows, tile.sequence.batch, tile.head, tile.sequence.query_begin + tile.first)};
-    }
-
-    /* Stores the thread's rows that exist if dq is `wanted`. SMEM has the number of the tile's queries and the unit
-     * of G. */
-    template <typename ELEMENT, typename SMEM, int BLOCKS>
-    __device__ void store(const SMEM &smem, const float (&dq)[BLOCKS][4], bool wanted = true) const
-    {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = acc_row<1>(0, half);
-            if (row < smem.count && wanted)
-                store_row<ELEMENT>(rows.data, base + row * rows.stride_row, side, dq, half, smem.unit * side.scale);
-        }
-    }
-};
-
-/* ---- dq ----------------------------------------------------------------------------------------------------- */
-
-template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct dq_warpgroup {
+template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct fused_backward {
+    typedef fused_backward_smem<SHAPE> memory;
+    typedef typename SHAPE::tile_type tile_type;
+    static constexpr int GROUPS = SHAPE::DQ_GROUPS, REGS = SHAPE::DQ_REGS, PRODUCER_REGS = SHAPE::DK_REGS;
     static constexpr int DIM = SHAPE::DIM;
     static constexpr bool CAPPED = FORM == CAPPED_LOGITS;
     const backward_params &params;
-    fused_backward_smem<SHAPE> &smem;
+    const fused_backward_maps &maps;
+    memory &smem;
     int warpgroup; /* warp-uniform */
     uint32_t other_q[SHAPE::REG_DIMS / 16 + (SHAPE::REG_DIMS == 0)][4];
     float dq[DIM / 8][4];
     static constexpr bool HAS_LONG_SUMS = WRT_B && SHAPE::HAS_LONG_SUMS;
     row_sums sums[2]; /* with respect to B: of the KL */
+
+    __device__ static bool find(const backward_params &params, memory &smem, tile_type &tile, row_stream &keys)
+    {
+        if (!tile.find(params, 1, (unsigned)params.head_group))
+            return false;
+        if (threadIdx.x < 32) {
+            const float common = HAS_GRAD_UNIT<ELEMENT, SHAPE> ? find_common_grad(params, tile) : 0.0F;
+            smem.in_units = common != 0.0F;
+            smem.unit = common != 0.0F ? common : find_g_unit(params, tile, ELEMENT());
+        }
+        keys = keys_of_tile(params, tile, 1);
+        return true;
+    }
+
+    __device__ static void start(const backward_params &, memory &smem, const tile_type &tile, const row_stream &keys)
+    {
+        smem.tile = tile;
+        set_rows(smem, tile, keys);
+        barrier_init(smem.queries_full, 1);
+        for (int stage = 0; stage < smem.DEPTH; stage++) {
+            barrier_init(smem.full[stage], 1);
+            barrier_init(smem.sanitized[stage], 128);
+            if (smem.WIDE_OTHER)
+                barrier_init(smem.other_full[stage], 1);
+        }
+        for (int buffer = 0; buffer < 2; buffer++) {
+            barrier_init(smem.g_full[buffer], SHAPE::DQ_GROUPS * 128);
+            barrier_init(smem.g_empty[buffer], 4);
+        }
+    }
+
+    /* ---- dk ------------------------------------------------------------------------------------------------- */
+
+    __device__ void produce()
+    {
+        const tile_type &tile = smem.tile;
+        const int head = warp_uniform((int)tile.head);
+        const stage_loader<SHAPE> loader = {smem,
+                                            maps,
+                                            warp_uniform(smem.keys),
+                                            warp_uniform((int)tile.sequence.batch),
+                                            head,
+                                            head / wrt_argument<WRT_B>(params).heads_per_key,
+                                            head / other_argument<WRT_B>(params).heads_per_key};
+        if (warp_index() == GROUPS * 4) {
+            loader.load_queries(warp_uniform((int)(tile.sequence.query_begin + tile.first)));
+            for (int n = 0; n < smem.DEPTH; n++) {
+                if (smem.WIDE_OTHER)
+                    loader.load_other_stage(n);
+                loader.load_stage(n);
+            }
+        }
+        add_dk(loader, params.dk_sums.data != NULL,
+               params.teacher_side ? params.problem.scale_t : params.problem.scale_s);
+    }
+
+    /* Adds dk of all stages. Without `with_dk` the warpgroup is only the producer. */
+    __device__ void add_dk(const stage_loader<SHAPE> &loader, bool with_dk, float scale)
+    {
+        constexpr int DK_DIMS = SHAPE::DK_DIMS;
+        constexpr bool LOADS_LATE = memory::DEPTH == 2; /* the next stage waits for G of this one */
+        const int warp = warp_in_warpgroup();
+        const bool is_leader = warp == 0; /* the warp that issues loads */
+        const uint32_t q = mn_major_operand(smem.wrt_queries.slabs, smem.ROWS * 128);
+        float dk[DK_DIMS / 8][4];
+        if (loader.keys.masked_stages > 0)
+            sanitize_stage<ELEMENT>(smem, 0);
+        for (int n = 0; n < loader.keys.stages; n++) {
+            if (!LOADS_LATE && n + 1 < loader.keys.masked_stages)
+                sanitize_stage<ELEMENT>(smem, n + 1);
+            barrier_wait(smem.g_full[n % 2], n / 2 % 2);
+            if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+                loader.load_stage(n + smem.DEPTH - 1);
+            if (is_leader && smem.WIDE_OTHER) /* ... and the other argument's keys of stage n */
+                loader.load_other_stage(n + smem.DEPTH);
+            if (LOADS_LATE && n + 1 < loader.keys.masked_stages)
+                sanitize_stage<ELEMENT>(smem, n + 1);
+            if (!with_dk) {
+                __syncwarp(); /* all lanes have passed the wait before the buffer can be filled again */
+                if (threadIdx.x % 32 == 0)
+                    barrier_arrive(smem.g_empty[n % 2]);
+                continue;
+            }
+            const uint32_t g = mn_major_operand(smem.g[n % 2], 0);
+#pragma unroll
+            for (int first_dim = 0; first_dim < DIM; first_dim += DK_DIMS) {
+                multiply_dk<ELEMENT, SHAPE::ROWS>(dk, g, q + first_dim / 64 * (smem.ROWS * 128 / 16));
+                if (first_dim + DK_DIMS == DIM && threadIdx.x % 32 == 0)
+                    barrier_arrive(smem.g_empty[n % 2]);
+                tma_wait_read(); /* a warp's 16 keys leave by themselves: warps do not wait for each other */
+                __syncwarp();
+                write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
+                fence_proxy_async();
+                __syncwarp();
+                loader.reduce_add(n, first_dim, warp);
+            }
+        }
+        tma_wait_read();
+    }
+
+    /* ---- dq ------------------------------------------------------------------------------------------------- */
+
+    __device__ bool sanitize_query(int row, int count) const
+    {
+        const bool finite = sanitize_row<ELEMENT, DIM>(smem.wrt_queries.slabs, row, row < count);
+        if constexpr (SHAPE::OTHER_SLABS > 0)
+            for (int slab = 0; slab < SHAPE::OTHER_SLABS; slab++)
+                for (int c = (int)(threadIdx.x % 2); c < 8 && row >= count; c += 2)
+                    *(uint4 *)(void *)&smem.other_queries.slabs[slab][row][c * 16] = make_uint4(0, 0, 0, 0);
+        return finite;
+    }
+
+    __device__ void set_stats(row_stats &stats, const float (&stat)[4], bool finite) const
+    {
+        stats = {lse2_of(stat[0]), lse2_of(stat[1]), stat[2], stat[3] / smem.unit};
+        if (!finite)
+            (WRT_B ? stats.lse_b : stats.lse_a) = NAN;
+    }
 
     template <bool MASKED> __device__ void issue_stage_logits(stage_logits &wrt, stage_logits &other, int n)
     {
@@ -266,6 +276,14 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
 
     __device__ void run()
     {
+        if constexpr (SHAPE::REG_DIMS > 0)
+            load_a_frag<SHAPE::REG_DIMS>(
+                other_q,
+                queries_of<ELEMENT>(other_argument<WRT_B>(params), smem.tile.sequence, smem.tile.head)
+                    .from(smem.tile.first),
+                smem.count);
+        barrier_wait(smem.queries_full, 0);
+        prepare_queries(*this);
 #pragma unroll
         for (int e = 0; e < DIM / 2; e++)
             dq[e / 4][e % 4] = 0.0F;
@@ -283,8 +301,9 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
         fence_operand(dq);
     }
 
-    __device__ void store(const typename SHAPE::tile_type &tile) const
+    __device__ void store() const
     {
+        const tile_type &tile = smem.tile;
         const dq_output out = dq_output::of(side_of(params), tile);
         if (WRT_B && params.kl_in_backward)
             write_one_pass_rows(
