@@ -27,14 +27,12 @@
 #define SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_CUH
 
 #include "cuda/sm90/attention/forward_stage.cuh"
-#include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/attention/tile_kernel.cuh"
 
 namespace sm90
 {
 
 constexpr int FORWARD_KEYS = 96; /* keys per tile */
-constexpr int ATTENTION_FORWARD_THREADS = 128 * (CONSUMERS + 1);
-constexpr int ATTENTION_FORWARD_REGS = 240, ATTENTION_FORWARD_PRODUCER_REGS = 24;
 constexpr float SHIFT_SLACK = 8.0F;
 
 struct attention_forward_maps {
@@ -115,11 +113,13 @@ __device__ inline void produce_keys(const forward_params &params, const attentio
 template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     typedef attention_forward_smem<DIM, DIM_A> memory;
     typedef key_ring_position<memory::DEPTH> position;
+    static constexpr int GROUPS = CONSUMERS, REGS = 240, PRODUCER_REGS = 24;
     static constexpr int KEYS = memory::KEYS;
     typedef float logits[KEYS / 8][4];
     enum { STARTS = 1, CLEARS = 2 }; /* named barriers; CLEARS of each warpgroup */
 
     const forward_params &params;
+    const attention_forward_maps &maps;
     memory &smem;
     int warpgroup;
     stage_schedule keys;
@@ -129,6 +129,32 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     float out[DIM / 8][4];
     uint32_t s[KEYS / 16][4]; /* S as an A operand */
     skl_row_state state[2];   /* shifts of the row, sums of this lane's columns */
+
+    __device__ static bool find(const forward_params &params, memory &, block_tile &tile, row_stream &keys)
+    {
+        if (!tile.find(params, 1, (unsigned)params.head_group))
+            return false;
+        keys = keys_of_tile(params, tile, 1, KEYS);
+        return true;
+    }
+
+    __device__ static void start(const forward_params &, memory &smem, const block_tile &tile, const row_stream &keys)
+    {
+        smem.tile = tile;
+        smem.keys = keys;
+        smem.queries = (int)skl_min(block_tile::ROWS, tile.sequence.query_count - tile.first);
+        smem.needed = keys.band.of(smem.queries - 1).end;
+        barrier_init(smem.queries_full, 1);
+        smem.barriers.init(CONSUMERS * 4);
+    }
+
+    /* ---- Producer ------------------------------------------------------------------------------------------- */
+
+    __device__ void produce()
+    {
+        if (warp_index() == CONSUMERS * 4)
+            produce_keys(params, maps, smem);
+    }
 
     /* ---- Products ------------------------------------------------------------------------------------------- */
 
@@ -441,6 +467,8 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
 
     __device__ void run()
     {
+        keys = warp_uniform(smem.keys);
+        next = of_v = {0, 0};
 #pragma unroll
         for (int n = 0; n < DIM / 8; n++)
             out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.0F;
@@ -496,6 +524,12 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
 
     /* ---- Results -------------------------------------------------------------------------------------------- */
 
+    __device__ void store()
+    {
+        write_rows();
+        write_out();
+    }
+
     __device__ void write_rows()
     {
 #pragma unroll
@@ -528,57 +562,15 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     }
 };
 
-/* ---- Kernel ------------------------------------------------------------------------------------------------- */
-
-template <typename ELEMENT, int DIM, int DIM_A>
-__global__ void __launch_bounds__(ATTENTION_FORWARD_THREADS, 1)
-    attention_forward_kernel(const __grid_constant__ forward_params params,
-                             const __grid_constant__ attention_forward_maps maps)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    extern __shared__ __align__(1024) unsigned char raw[];
-    attention_forward_smem<DIM, DIM_A> &smem = *(attention_forward_smem<DIM, DIM_A> *)(void *)raw;
-    block_tile tile;
-    if (!tile.find(params, 1, (unsigned)params.head_group))
-        return;
-    const row_stream keys = keys_of_tile(params, tile, 1, smem.KEYS);
-    smem.visible.fill(keys.band);
-    if (threadIdx.x == 0) {
-        smem.tile = tile;
-        smem.keys = keys;
-        smem.queries = (int)skl_min(block_tile::ROWS, tile.sequence.query_count - tile.first);
-        smem.needed = keys.band.of(smem.queries - 1).end;
-        barrier_init(smem.queries_full, 1);
-        smem.barriers.init(CONSUMERS * 4);
-        barrier_init_fence();
-    }
-    __syncthreads();
-    const int warpgroup = warpgroup_index();
-    if (warpgroup == CONSUMERS) {
-        reg_dealloc<ATTENTION_FORWARD_PRODUCER_REGS>();
-        if (warp_index() == CONSUMERS * 4)
-            produce_keys(params, maps, smem);
-    } else {
-        reg_alloc<ATTENTION_FORWARD_REGS>();
-        attention_forward_rows<ELEMENT, DIM, DIM_A> rows = {params, smem, warpgroup, warp_uniform(smem.keys)};
-        rows.next = rows.of_v = {0, 0};
-        rows.run();
-        rows.write_rows();
-        rows.write_out();
-    }
-#endif
-}
+/* ---- Launch ------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, int DIM, int DIM_A>
 cudaError_t launch_attention_forward_tiles(const forward_params &params, const attention_forward_maps &maps)
 {
-    constexpr int MEMORY = sizeof(attention_forward_smem<DIM, DIM_A>);
-    static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     static_assert(block_tile::ROWS == SKL_CARRYING_ROWS, "cuda/select counts tiles");
     const skl_problem *const p = &params.problem;
-    return launch_blocks(attention_forward_kernel<ELEMENT, DIM, DIM_A>,
-                         grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, block_tile::ROWS)),
-                         ATTENTION_FORWARD_THREADS, MEMORY, params.call.stream, params, maps);
+    return launch_tiles<attention_forward_rows<ELEMENT, DIM, DIM_A>>(params, maps, p->heads_s,
+                                                                     skl_ceil_div(p->len_q, block_tile::ROWS));
 }
 
 template <typename ELEMENT>

@@ -79,7 +79,7 @@ cudaError_t launch_forward_of(const char *kernel, const forward_params &params, 
     else if constexpr (NARROW)
         return launch_query_tiles<FORWARD>(narrow_forward_kernel<FORWARD>, params, maps);
     else
-        return launch_query_tiles<FORWARD>(wide_forward_kernel<ELEMENT, DIM_A, DIM_B, CAPPED>, params, maps);
+        return launch_query_tiles<FORWARD>(tile_kernel<FORWARD, forward_params, forward_maps>, params, maps);
 }
 
 template <typename ELEMENT, int DIM, bool SOFTCAP>

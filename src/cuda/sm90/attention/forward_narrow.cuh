@@ -81,8 +81,10 @@ struct narrow_forward {
     /* Initialises the barriers, which other warps may use after __syncthreads, and loads the first queries. */
     __device__ void start_loads(const tile_type &tile)
     {
-        if (threadIdx.x % 32 == 0)
+        if (threadIdx.x % 32 == 0) {
             init_barriers<narrow_forward>(smem);
+            barrier_init_fence();
+        }
         __syncwarp();
         coord = warp_uniform(tma_coord::of(params, tile));
         for (int of = 0; of < GROUPS; of++)

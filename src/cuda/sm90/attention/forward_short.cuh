@@ -307,6 +307,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
     {
         if (threadIdx.x % 32 == 0) {
             init_barriers<short_forward>(smem);
+            barrier_init_fence();
             smem.mask = common_mask::of(params);
             smem.iterations = count_tiles();
             smem.load_iteration = smem.load_segment = 0;

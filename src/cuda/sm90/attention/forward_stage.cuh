@@ -68,7 +68,6 @@ __device__ inline void init_barriers(typename FORWARD::memory &smem, int arrival
         barrier_init(smem.full[stage], 1);
         barrier_init(smem.empty[stage], arrivals);
     }
-    barrier_init_fence();
 }
 
 /* Loads the dimensions after the first REG_DIMS, from row `first` of the tile on. */

@@ -23,14 +23,14 @@
 #define SKL_CUDA_SM90_ATTENTION_FORWARD_WIDE_CUH
 
 #include "cuda/sm90/attention/forward_stage.cuh"
+#include "cuda/sm90/attention/tile_kernel.cuh"
 #include "cuda/sm90/two_term.cuh"
 
 namespace sm90
 {
 
 template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forward {
-    static constexpr int GROUPS = CONSUMERS;
-    static constexpr int THREADS = 128 * (GROUPS + 1);
+    static constexpr int GROUPS = CONSUMERS, THREADS = 128 * (GROUPS + 1), REGS = 240, PRODUCER_REGS = 24;
     typedef query_tile<GROUPS> tile_type;
     typedef typename operand<ELEMENT>::type element;
     static constexpr bool TWO_TERM = operand<ELEMENT>::TWO_TERM;
@@ -56,9 +56,50 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
         float scale_a, scale_b;
     };
 
+    __device__ static bool find(const forward_params &params, memory &, tile_type &tile, row_stream &keys)
+    {
+        if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
+            return false;
+        keys = keys_of_tile(params, tile, params.num_splits);
+        return true;
+    }
+
+    __device__ static void start(const forward_params &params, memory &smem, const tile_type &tile,
+                                 const row_stream &keys)
+    {
+        smem.keys = keys;
+        smem.coord = tma_coord::of(params, tile);
+        smem.tile = tile;
+        smem.scale_a = params.a.scale;
+        smem.scale_b = params.b.scale;
+        smem.factors.init_barriers();
+        init_barriers<wide_forward>(smem, GROUPS * (TWO_TERM ? 128 : 4));
+    }
+
+    const forward_params &params;
+    const forward_maps &maps;
+    memory &smem;
+    /* Warp-uniform: */
+    int warpgroup;
+    stage_schedule keys;
+    /* Per thread: */
+    uint32_t q_a[REG_DIMS_A / 16][4], q_b[REG_DIMS_B / 16][4];
+    skl_row_state state[2];
+    row_factors factors_a, factors_b; /* TWO_TERM: of the queries */
+
     /* ---- Producer ------------------------------------------------------------------------------------------- */
 
-    __device__ static void produce(const forward_maps &maps, memory &smem)
+    __device__ void produce()
+    {
+        if (warp_index() == GROUPS * 4)
+            produce_rows();
+        if constexpr (TWO_TERM)
+            if (warp_index() == GROUPS * 4 + 1)
+                produce_factors();
+    }
+
+    /* Executed by one warp: queries and keys. */
+    __device__ void produce_rows()
     {
         const tma_coord coord = warp_uniform(smem.coord);
         const stage_schedule keys = warp_uniform(smem.keys);
@@ -73,7 +114,7 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
     }
 
     /* Executed by one warp: factors of the keys. */
-    __device__ static void produce_factors(const forward_params &params, memory &smem)
+    __device__ void produce_factors()
     {
         const int64_t rows = params.problem.packed ? params.problem.total_k : params.problem.len_k;
         for (int n = 0; n < smem.keys.stages; n++) {
@@ -87,16 +128,6 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
     }
 
     /* ---- Consumers ------------------------------------------------------------------------------------------ */
-
-    const forward_params &params;
-    memory &smem;
-    /* Warp-uniform: */
-    int warpgroup;
-    stage_schedule keys;
-    /* Per thread: */
-    uint32_t q_a[REG_DIMS_A / 16][4], q_b[REG_DIMS_B / 16][4];
-    skl_row_state state[2];
-    row_factors factors_a, factors_b; /* TWO_TERM: of the queries */
 
     __device__ void load_q_frags(const tile_type &tile)
     {
@@ -198,6 +229,22 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
 
     __device__ void run()
     {
+        keys = warp_uniform(smem.keys);
+        load_q_frags(smem.tile);
+        state[0] = state[1] = skl_state_empty();
+        if (CAPPED)
+            run_capped();
+        else
+            run_plain();
+    }
+
+    __device__ void store() const
+    {
+        write_row_of_two(params, smem.tile, merge_two_rows(state[0], state[1]));
+    }
+
+    __device__ void run_plain()
+    {
         stage_logits x[2], y[2];
         for (int n = 0; n < keys.masked_stages; n++) {
             issue_stage(x[0], y[0], n);
@@ -224,51 +271,6 @@ template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED> struct wide_forwa
         wgmma_wait<0>();
     }
 };
-
-template <typename ELEMENT, int DIM_A, int DIM_B, bool CAPPED>
-__global__ void __launch_bounds__(wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED>::THREADS, 1)
-    wide_forward_kernel(const __grid_constant__ forward_params params, const __grid_constant__ forward_maps maps)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    typedef wide_forward<ELEMENT, DIM_A, DIM_B, CAPPED> forward;
-    extern __shared__ __align__(1024) unsigned char raw[];
-    typename forward::memory &smem = *(typename forward::memory *)(void *)raw;
-    typename forward::tile_type tile;
-    if (!tile.find(params, params.num_splits, (unsigned)params.head_group))
-        return;
-    const row_stream keys = keys_of_tile(params, tile, params.num_splits);
-    smem.visible.fill(keys.band);
-    if (threadIdx.x == 0) {
-        smem.keys = keys;
-        smem.coord = tma_coord::of(params, tile);
-        smem.tile = tile;
-        smem.scale_a = params.a.scale;
-        smem.scale_b = params.b.scale;
-        smem.factors.init_barriers();
-        init_barriers<forward>(smem, forward::GROUPS * (forward::TWO_TERM ? 128 : 4));
-    }
-    __syncthreads();
-    const int warpgroup = warpgroup_index();
-    if (warpgroup == forward::GROUPS) {
-        reg_dealloc<24>();
-        if (warp_index() == forward::GROUPS * 4)
-            forward::produce(maps, smem);
-        if constexpr (forward::TWO_TERM)
-            if (warp_index() == forward::GROUPS * 4 + 1)
-                forward::produce_factors(params, smem);
-    } else {
-        reg_alloc<240>();
-        forward consumer = {params, smem, warpgroup, warp_uniform(smem.keys)};
-        consumer.load_q_frags(smem.tile);
-        consumer.state[0] = consumer.state[1] = skl_state_empty();
-        if (CAPPED)
-            consumer.run_capped();
-        else
-            consumer.run();
-        write_row_of_two(params, smem.tile, merge_two_rows(consumer.state[0], consumer.state[1]));
-    }
-#endif
-}
 
 } // namespace sm90
 
