@@ -26,96 +26,17 @@
 #ifndef SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_CUH
 
-#include "cuda/sm90/attention/forward_stage.cuh"
+#include "cuda/sm90/attention/attention_forward_sums.cuh"
 #include "cuda/sm90/attention/tile_kernel.cuh"
 
 namespace sm90
 {
-
-constexpr int FORWARD_KEYS = 96; /* keys per tile */
-constexpr float SHIFT_SLACK = 8.0F;
-
-struct attention_forward_maps {
-    CUtensorMap q_a, q_b, k_a, k_b, v;
-};
-
-/* DIM: head size of the student, DIM_A: of the teacher. */
-template <int DIM, int DIM_A> struct attention_forward_smem {
-    static constexpr int KEYS = FORWARD_KEYS;
-    struct key_tile {
-        unsigned char slabs[(DIM > DIM_A ? DIM : DIM_A) / 64][KEYS][128];
-    };
-    typedef smem_rows<DIM / 64> q_b_rows;
-    typedef smem_rows<DIM_A / 64> q_a_rows;
-    static constexpr int DEPTH = depth_for(sizeof(key_tile), q_b_rows::SIZE + q_a_rows::SIZE, 8);
-    key_tile ring[DEPTH]; /* K_s, K_t and V of a tile follow each other */
-    q_b_rows q_b;
-    q_a_rows q_a;
-    ring_barriers<DEPTH> barriers;
-    uint64_t queries_full;
-    block_tile tile;
-    stage_schedule keys;
-    int queries; /* queries of the tile that exist */
-    int needed;  /* keys up to the last one that a query of the tile sees */
-    row_ranges<block_tile::ROWS> visible;
-};
-
-/* Position in the ring of key tiles. */
-template <int DEPTH> struct key_ring_position {
-    int slot, phase;
-
-    __device__ void advance()
-    {
-        const bool wraps = slot == DEPTH - 1;
-        slot = wraps ? 0 : slot + 1;
-        phase ^= (int)wraps;
-    }
-};
-
-/* ---- Producer ----------------------------------------------------------------------------------------------- */
-
-template <int SLABS, typename TILE>
-__device__ inline void load_key_tile(TILE &to, const CUtensorMap &map, int row, int head, int batch, uint64_t &full)
-{
-    barrier_expect_tx(full, SLABS * (int)sizeof to.slabs[0]);
-#pragma unroll
-    for (int slab = 0; slab < SLABS; slab++)
-        tma_load(to.slabs[slab], map, slab * 64, row, head, batch, full);
-}
-
-template <int DIM, int DIM_A>
-__device__ inline void produce_keys(const forward_params &params, const attention_forward_maps &maps,
-                                    attention_forward_smem<DIM, DIM_A> &smem)
-{
-    const tma_coord coord = warp_uniform(tma_coord::of(params, smem.tile));
-    const stage_schedule keys = warp_uniform(smem.keys);
-    barrier_expect_tx(smem.queries_full, smem.q_a.SIZE + smem.q_b.SIZE);
-    load_slabs(smem.q_b.slabs, maps.q_b, coord.query, coord.head, coord.batch, smem.queries_full);
-    load_slabs(smem.q_a.slabs, maps.q_a, coord.query, coord.head, coord.batch, smem.queries_full);
-    key_ring_position<smem.DEPTH> at = {0, 0};
-    for (int n = 0; n < keys.stages; n++) {
-        const int row = keys.row_at(n, smem.KEYS);
-#pragma unroll
-        for (int part = 0; part < 3; part++, at.advance()) {
-            uint64_t &full = smem.barriers.full[at.slot];
-            barrier_wait(smem.barriers.empty[at.slot], at.phase ^ 1);
-            if (part == 1)
-                load_key_tile<DIM_A / 64>(smem.ring[at.slot], maps.k_a, row, coord.head_a, coord.batch, full);
-            else
-                load_key_tile<DIM / 64>(smem.ring[at.slot], part == 0 ? maps.k_b : maps.v, row, coord.head_b,
-                                        coord.batch, full);
-        }
-    }
-}
-
-/* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     typedef attention_forward_smem<DIM, DIM_A> memory;
     typedef key_ring_position<memory::DEPTH> position;
     static constexpr int GROUPS = CONSUMERS, REGS = 240, PRODUCER_REGS = 24;
     static constexpr int KEYS = memory::KEYS;
-    typedef float logits[KEYS / 8][4];
     enum { STARTS = 1, CLEARS = 2 }; /* named barriers; CLEARS of each warpgroup */
 
     const forward_params &params;
@@ -127,8 +48,8 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     position of_v; /* the values in use */
     /* Per thread: */
     float out[DIM / 8][4];
-    uint32_t s[KEYS / 16][4]; /* S as an A operand */
-    skl_row_state state[2];   /* shifts of the row, sums of this lane's columns */
+    tile_operand s;         /* S */
+    skl_row_state state[2]; /* shifts of the row, sums of this lane's columns */
 
     __device__ static bool find(const forward_params &params, memory &, block_tile &tile, row_stream &keys)
     {
@@ -172,22 +93,13 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         return at;
     }
 
-    __device__ position issue_y(logits &y)
+    /* Issues the products of the warpgroup's queries and the next tile of keys. */
+    template <int SLABS> __device__ position issue_logits(forward_logits &x, const smem_rows<SLABS> &queries)
     {
         const position at = take();
         wgmma_fence();
-        wgmma_slabs<ELEMENT, DIM, block_tile::ROWS, KEYS>(y, k_major_operand(&smem.q_b) + warpgroup * (64 * 128 / 16),
-                                                          k_major_operand(&smem.ring[at.slot]));
-        wgmma_commit();
-        return at;
-    }
-
-    __device__ position issue_x(logits &x)
-    {
-        const position at = take();
-        wgmma_fence();
-        wgmma_slabs<ELEMENT, DIM_A, block_tile::ROWS, KEYS>(
-            x, k_major_operand(&smem.q_a) + warpgroup * (64 * 128 / 16), k_major_operand(&smem.ring[at.slot]));
+        wgmma_slabs<ELEMENT, SLABS * 64, block_tile::ROWS, KEYS>(
+            x, k_major_operand(&queries) + warpgroup * (64 * 128 / 16), k_major_operand(&smem.ring[at.slot]));
         wgmma_commit();
         return at;
     }
@@ -254,130 +166,6 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         return {in_stream.begin - first, in_stream.end - first};
     }
 
-    /* Moves the shifts of a tile up to its largest logits, where these are far above. */
-    __device__ void find_shifts(float (&shift)[2], const logits &x, float scale, int n) const
-    {
-        range32 sees[2] = {seen_columns(n, 0), seen_columns(n, 1)};
-        float largest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-        for (int block = 0; block < KEYS / 8; block++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                if (is_between(block, e % 2, sees[e / 2]))
-                    largest[e / 2] = fmaxf(largest[e / 2], x[block][e]);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            largest[half] = quad_max(largest[half]) * scale;
-            shift[half] = largest[half] > shift[half] + SHIFT_SLACK ? largest[half] : shift[half];
-        }
-    }
-
-    /* Moves shifts up to the largest of these logits, which are minus the shifts so far. `move`: by how much. */
-    __device__ static void move_shifts(float (&shift)[2], float (&move)[2], const logits &b)
-    {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const float old = shift[half];
-            float largest = 0.0F;
-#pragma unroll
-            for (int e = 0; e < KEYS / 4; e++)
-                largest = fmaxf(largest, b[e / 2][half * 2 + e % 2]);
-            shift[half] = old + quad_max(largest);
-            move[half] = shift[half] - old;
-        }
-    }
-
-    /* How a tile is added. FAST: its logits have no mask, and are not far above the shifts. CAREFUL: any tile.
-     * AGAIN: a tile that was not FAST, whose logits minus the former shifts are known. */
-    enum mode { FAST, CAREFUL, AGAIN };
-
-    /* Computes b = Y minus its shift, S and its sums. Two sums per row keep the exponentials apart. Returns whether
-     * the sums are within bounds. */
-    template <mode MODE>
-    __device__ bool add_student(float (&sum)[2], logits &b, const logits &y, const float (&shift)[2],
-                                const float (&move)[2], int n)
-    {
-        range32 sees[2];
-#pragma unroll
-        for (int half = 0; half < 2 && MODE == CAREFUL; half++)
-            sees[half] = seen_columns(n, half);
-        float sums[2][2]; /* [columns' half][row] */
-#pragma unroll
-        for (int block = 0; block < HALF; block++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                float of_block[2][2];
-#pragma unroll
-                for (int parity = 0; parity < 2; parity++)
-#pragma unroll
-                    for (int part = 0; part < 2; part++) {
-                        const int e = half * 2 + parity, at = block + part * HALF;
-                        const float m = shift[half];
-                        b[at][e] = MODE == AGAIN
-                                       ? b[at][e] - move[half]
-                                       : minus_shift(y[at][e], params.b.scale, m, MODE == CAREFUL && is_huge(m));
-                        if (MODE == CAREFUL && !is_between(at, parity, sees[half]))
-                            b[at][e] = MASKED_LOGIT;
-                        const float probability = of_block[part][parity] = ex2(b[at][e]);
-                        sums[part][half] = block == 0 && parity == 0 ? probability : sums[part][half] + probability;
-                    }
-#pragma unroll
-                for (int part = 0; part < 2; part++) {
-                    const int to = block + part * HALF;
-                    s[to / 2][to % 2 * 2 + half] = pack(of_block[part][0], of_block[part][1], ELEMENT());
-                }
-            }
-        sum[0] = sums[0][0] + sums[1][0];
-        sum[1] = sums[0][1] + sums[1][1];
-        return sum[0] < SKL_LAZY_BOUND && sum[1] < SKL_LAZY_BOUND;
-    }
-
-    /* The sums with P. */
-    template <mode MODE>
-    __device__ bool add_teacher(row_sums (&sum)[2], const logits &x, const logits &b, const float (&shift)[2],
-                                const float (&move)[2], int n)
-    {
-        range32 sees[2];
-#pragma unroll
-        for (int half = 0; half < 2 && MODE == CAREFUL; half++)
-            sees[half] = seen_columns(n, half);
-        float sums[2][2], w[2][2];
-#pragma unroll
-        for (int block = 0; block < HALF; block++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-#pragma unroll
-                for (int parity = 0; parity < 2; parity++)
-#pragma unroll
-                    for (int part = 0; part < 2; part++) {
-                        const int e = half * 2 + parity, at = block + part * HALF;
-                        const float m = shift[half];
-                        float a = minus_shift(x[at][e], params.a.scale, m, MODE == CAREFUL && is_huge(m));
-                        if (MODE == AGAIN)
-                            a -= move[half];
-                        if (MODE == CAREFUL && !is_between(at, parity, sees[half]))
-                            a = MASKED_LOGIT;
-                        const float probability = ex2(a), difference = a - b[at][e];
-                        const bool first = block == 0 && parity == 0;
-                        sums[part][half] = first ? probability : sums[part][half] + probability;
-                        w[part][half] =
-                            first ? probability * difference : fmaf(probability, difference, w[part][half]);
-                    }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            sum[half] = {sums[0][half] + sums[1][half], 0.0F, w[0][half] + w[1][half]};
-        return sum[0].l_a < SKL_LAZY_BOUND && sum[1].l_a < SKL_LAZY_BOUND;
-    }
-
-    static constexpr float MASKED_LOGIT = -1000.0F;
-    static constexpr int HALF = KEYS / 16; /* blocks of 8 columns */
-
-    __device__ static bool is_between(int block, int parity, const range32 &sees)
-    {
-        const int column = acc_column(block, parity);
-        return column >= sees.begin && column < sees.end;
-    }
-
     /* The first tile is careful, because the rows have no shifts yet. So is the last one, which saves code: its P is
      * added after the loop. */
     __device__ bool is_careful(int n, float m_0, float m_1) const
@@ -388,17 +176,19 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
 
     /* S of the n-th tile, and b = Y minus its shift. Returns whether a shift of the warp has moved from `before`. */
     template <bool FIRST = false>
-    __device__ bool take_student(logits &b, const logits &y, const float (&before)[2], int n)
+    __device__ bool take_student(forward_logits &b, const forward_logits &y, const float (&before)[2], int n)
     {
+        const float scale = params.b.scale;
+        const auto seen = [&](int half) { return seen_columns(n, half); };
         float sum[2], shift[2] = {before[0], before[1]}, move[2] = {};
         bool moves = FIRST || is_careful(n, shift[0], shift[1]);
         if (moves) {
-            find_shifts(shift, y, params.b.scale, n);
-            add_student<CAREFUL>(sum, b, y, shift, move, n);
-        } else if (__any_sync(~0U, !add_student<FAST>(sum, b, y, shift, move, n))) {
+            find_shifts(shift, y, scale, seen);
+            add_student<CAREFUL>(s, sum, b, y, scale, shift, move, seen, ELEMENT());
+        } else if (__any_sync(~0U, !add_student<FAST>(s, sum, b, y, scale, shift, move, seen, ELEMENT()))) {
             moves = true;
             move_shifts(shift, move, b);
-            add_student<AGAIN>(sum, b, y, shift, move, n);
+            add_student<AGAIN>(s, sum, b, y, scale, shift, move, seen, ELEMENT());
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -429,25 +219,27 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
 
     /* P of the n-th tile. One product for both moves of w: those of equal sides cancel exactly. */
     template <bool LAST = false>
-    __device__ void take_teacher(const logits &x, const logits &b, const float (&before)[2], bool student_moved,
-                                 int n)
+    __device__ void take_teacher(const forward_logits &x, const forward_logits &b, const float (&before)[2],
+                                 bool student_moved, int n)
     {
         row_sums sum[2];
+        const float scale = params.a.scale;
+        const auto seen = [&](int half) { return seen_columns(n, half); };
         const float old[2] = {state[0].m_a, state[1].m_a};
         float shift[2] = {old[0], old[1]}, move[2] = {};
         bool moves = student_moved;
         if (LAST || is_careful(n, shift[0], shift[1])) {
             moves = true;
-            find_shifts(shift, x, params.a.scale, n);
-            add_teacher<CAREFUL>(sum, x, b, shift, move, n);
-        } else if (__any_sync(~0U, !add_teacher<FAST>(sum, x, b, shift, move, n))) {
+            find_shifts(shift, x, scale, seen);
+            add_teacher<CAREFUL>(sum, x, b, scale, shift, move, seen);
+        } else if (__any_sync(~0U, !add_teacher<FAST>(sum, x, b, scale, shift, move, seen))) {
             moves = true;
-            logits a;
+            forward_logits a;
 #pragma unroll
             for (int e = 0; e < KEYS / 2; e++)
-                a[e / 4][e % 4] = fmaf(x[e / 4][e % 4], params.a.scale, -old[e % 4 / 2]);
+                a[e / 4][e % 4] = fmaf(x[e / 4][e % 4], scale, -old[e % 4 / 2]);
             move_shifts(shift, move, a);
-            add_teacher<AGAIN>(sum, x, b, old, move, n);
+            add_teacher<AGAIN>(sum, x, b, scale, old, move, seen);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -478,7 +270,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         barrier_wait(smem.queries_full, 0);
         if (warpgroup == 1) /* so that the warpgroups do not run in step */
             named_barrier_sync(STARTS, CONSUMERS * 128);
-        logits x, b;
+        forward_logits x, b;
         float before[2];
         bool moved = multiply_logits<true>(x, b, before, 0);
         if (warpgroup == 0)
@@ -500,10 +292,11 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
 
     /* Multiplies the n-th tile. Returns whether a shift of the student has moved. ptxas would serialize products with
      * x in place of fresh_x, which is read while O is multiplied. */
-    template <bool FIRST> __device__ bool multiply_logits(logits &x, logits &b, float (&before)[2], int n)
+    template <bool FIRST>
+    __device__ bool multiply_logits(forward_logits &x, forward_logits &b, float (&before)[2], int n)
     {
-        logits y, fresh_x;
-        const position of_y = issue_y(y), of_x = issue_x(fresh_x);
+        forward_logits y, fresh_x;
+        const position of_y = issue_logits(y, smem.q_b), of_x = issue_logits(fresh_x, smem.q_a);
         wgmma_wait<1>(); /* for Y, and O of the tile before */
         fence_operand(y);
         fence_s();
