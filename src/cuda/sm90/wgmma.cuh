@@ -60,72 +60,70 @@ __device__ inline uint64_t smem_descriptor(uint32_t operand)
     "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3]), "+f"(c[n + 1][0]), "+f"(c[n + 1][1]),                \
         "+f"(c[n + 1][2]), "+f"(c[n + 1][3])
 #define SKL_OUT_32(c, n) SKL_OUT_8(c, n), SKL_OUT_8(c, n + 2), SKL_OUT_8(c, n + 4), SKL_OUT_8(c, n + 6)
-#define SKL_REGS_16      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define SKL_REGS_32                                                                                                  \
+#define SKL_C_REGS_4     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SKL_C_REGS_8                                                                                                 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "      \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define SKL_REGS_48 SKL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define SKL_REGS_64                                                                                                  \
-    SKL_REGS_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "       \
-                "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SKL_REGS_96                                                                                                  \
-    SKL_REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "       \
-                "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define SKL_REGS_128                                                                                                 \
-    SKL_REGS_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "     \
-                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define SKL_WGMMA(n, type, regs, rest, add)                                                                          \
+#define SKL_C_REGS_12 SKL_C_REGS_8 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SKL_C_REGS_16                                                                                                \
+    SKL_C_REGS_8 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "      \
+                 "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SKL_C_REGS_24                                                                                                \
+    SKL_C_REGS_16 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "     \
+                  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SKL_C_REGS_32                                                                                                \
+    SKL_C_REGS_24 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "   \
+                  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define SKL_C_OUT_4  SKL_OUT_8(c, 0), SKL_OUT_8(c, 2)
+#define SKL_C_OUT_8  SKL_OUT_32(c, 0)
+#define SKL_C_OUT_12 SKL_C_OUT_8, SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)
+#define SKL_C_OUT_16 SKL_C_OUT_8, SKL_OUT_32(c, 8)
+#define SKL_C_OUT_24 SKL_C_OUT_16, SKL_OUT_32(c, 16)
+#define SKL_C_OUT_32 SKL_C_OUT_24, SKL_OUT_32(c, 24)
+
+/* Sizes of c, in blocks of 8 columns. DEFINE gets the type of a and b, the number of columns, and the names of the
+ * operands after the registers of c. */
+#define SKL_SIZE_4(DEFINE, element, type)                                                                            \
+    DEFINE(element, type, 4, "32", "%16", "%17", "%18", "%19", "%20", "%21", "%22", "%23", "%24", "%25", "%26",      \
+           "%27", "%28", "%29", "%30", "%31", "%32", "%33", "%34", "%35")
+#define SKL_SIZE_8(DEFINE, element, type)                                                                            \
+    DEFINE(element, type, 8, "64", "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39", "%40", "%41", "%42",      \
+           "%43", "%44", "%45", "%46", "%47", "%48", "%49", "%50", "%51")
+#define SKL_SIZE_12(DEFINE, element, type)                                                                           \
+    DEFINE(element, type, 12, "96", "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55", "%56", "%57", "%58",     \
+           "%59", "%60", "%61", "%62", "%63", "%64", "%65", "%66", "%67")
+#define SKL_SIZE_16(DEFINE, element, type)                                                                           \
+    DEFINE(element, type, 16, "128", "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71", "%72", "%73", "%74",    \
+           "%75", "%76", "%77", "%78", "%79", "%80", "%81", "%82", "%83")
+#define SKL_SIZE_24(DEFINE, element, type)                                                                           \
+    DEFINE(element, type, 24, "192", "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103", "%104", "%105",     \
+           "%106", "%107", "%108", "%109", "%110", "%111", "%112", "%113", "%114", "%115")
+#define SKL_SIZE_32(DEFINE, element, type)                                                                           \
+    DEFINE(element, type, 32, "256", "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135", "%136", "%137", \
+           "%138", "%139", "%140", "%141", "%142", "%143", "%144", "%145", "%146", "%147")
+
+#define SKL_WGMMA(blocks, n, type, rest, add)                                                                        \
     "{\n"                                                                                                            \
     ".reg .pred add;\n"                                                                                              \
     "setp.ne.b32 add, " add ", 0;\n"                                                                                 \
-    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" regs "}, " rest ";\n"                        \
-    "}"
-
-#define SKL_DEFINE_WGMMA(element, type)                                                                              \
+    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" SKL_C_REGS_##blocks "}, " rest ";\n}"
+#define SKL_DEFINE_FRAGS(element, type, blocks, n, a_0, a_1, a_2, a_3, b_, add_, major, ...)                         \
     template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma(float(&c)[8][4], const uint32_t(&a)[4], uint64_t b, int add, element)               \
+    __device__ inline void wgmma(float(&c)[blocks][4], const uint32_t(&a)[4], uint64_t b, int add, element)          \
     {                                                                                                                \
-        asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "{%32, %33, %34, %35}, %36, add, 1, 1, %38", "%37")          \
-                     : SKL_OUT_32(c, 0)                                                                              \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
-    }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma(float(&c)[16][4], const uint32_t(&a)[4], uint64_t b, int add, element)              \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "{%64, %65, %66, %67}, %68, add, 1, 1, %70", "%69")         \
-                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                 \
-    }                                                                                                                \
+        asm volatile(                                                                                                \
+            SKL_WGMMA(blocks, n, type, "{" a_0 ", " a_1 ", " a_2 ", " a_3 "}, " b_ ", add, 1, 1, " major, add_)      \
+            : SKL_C_OUT_##blocks                                                                                     \
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MN_MAJOR));                          \
+    }
+#define SKL_DEFINE_WGMMA(element, type, blocks, n, a_, b_, add_, major_a, major_b, ...)                              \
     template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma(float(&c)[4][4], uint64_t a, uint64_t b, int add, element)                          \
+    __device__ inline void wgmma(float(&c)[blocks][4], uint64_t a, uint64_t b, int add, element)                     \
     {                                                                                                                \
-        asm volatile(SKL_WGMMA("32", type, SKL_REGS_16, "%16, %17, add, 1, 1, %19, %20", "%18")                      \
-                     : SKL_OUT_8(c, 0), SKL_OUT_8(c, 2)                                                              \
-                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
-    }                                                                                                                \
-    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma(float(&c)[8][4], uint64_t a, uint64_t b, int add, element)                          \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA("64", type, SKL_REGS_32, "%32, %33, add, 1, 1, %35, %36", "%34")                      \
-                     : SKL_OUT_32(c, 0)                                                                              \
-                     : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
-    }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma(float(&c)[12][4], uint64_t a, uint64_t b, int add, element)                         \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA("96", type, SKL_REGS_48, "%48, %49, add, 1, 1, %51, %51", "%50")                      \
-                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
-                     : "l"(a), "l"(b), "r"(add), "n"(MN_MAJOR));                                                     \
-    }                                                                                                                \
-    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma(float(&c)[16][4], uint64_t a, uint64_t b, int add, element)                         \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA("128", type, SKL_REGS_64, "%64, %65, add, 1, 1, %67, %68", "%66")                     \
-                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+        asm volatile(SKL_WGMMA(blocks, n, type, a_ ", " b_ ", add, 1, 1, " major_a ", " major_b, add_)               \
+                     : SKL_C_OUT_##blocks                                                                            \
                      : "l"(a), "l"(b), "r"(add), "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                    \
     }
-SKL_DEFINE_WGMMA(skl_bf16, "bf16")
-SKL_DEFINE_WGMMA(skl_f16, "f16")
 
 /* Four steps of the same, 64 x N += 64 x 64 . 64 x N, in one statement: C++ to PTX then takes a tenth less time.
  * Operands in shared memory are given as low words of their descriptors. */
@@ -138,8 +136,8 @@ template <bool MN_MAJOR> constexpr int OPERAND_STEP = MN_MAJOR ? 16 * 128 / 16 :
     "add.u32 next, " low ", " step ";\nmov.b64 " name "_1, {next, high};\n"                                          \
     "add.u32 next, " low ", 2 * " step ";\nmov.b64 " name "_2, {next, high};\n"                                      \
     "add.u32 next, " low ", 3 * " step ";\nmov.b64 " name "_3, {next, high};\n"
-#define SKL_STEP(n, type, regs, a, b, add, tail)                                                                     \
-    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" regs "}, " a ", " b ", " add ", 1, 1, " tail \
+#define SKL_STEP(blocks, n, type, a, b, add, tail)                                                                     \
+    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" SKL_C_REGS_##blocks "}, " a ", " b ", " add ", 1, 1, " tail \
     ";\n"
 #define SKL_BEGIN_4(b, add, step)                                                                                    \
     "{\n"                                                                                                            \
@@ -148,20 +146,20 @@ template <bool MN_MAJOR> constexpr int OPERAND_STEP = MN_MAJOR ? 16 * 128 / 16 :
     "setp.ne.b32 add, " add ", 0;\n"                                                                                 \
     "mov.b32 high, 0x40000040;\n" /* as in smem_descriptor */                                                        \
     "setp.ne.b32 more, high, 0;\n" SKL_DESCRIPTORS_4("b", b, step)
-#define SKL_WGMMA_4_FRAGS(n, type, regs, a_0, a_1, a_2, a_3, b, add, step, tail)                                     \
+#define SKL_WGMMA_4_FRAGS(blocks, n, type, a_0, a_1, a_2, a_3, b, add, step, tail)                                     \
     SKL_BEGIN_4(b, add, step)                                                                                        \
-    SKL_STEP(n, type, regs, "{" a_0 "}", "b_0", "add", tail)                                                         \
-    SKL_STEP(n, type, regs, "{" a_1 "}", "b_1", "more", tail)                                                        \
-    SKL_STEP(n, type, regs, "{" a_2 "}", "b_2", "more", tail)                                                        \
-    SKL_STEP(n, type, regs, "{" a_3 "}", "b_3", "more", tail)                                                        \
+    SKL_STEP(blocks, n, type, "{" a_0 "}", "b_0", "add", tail)                                                         \
+    SKL_STEP(blocks, n, type, "{" a_1 "}", "b_1", "more", tail)                                                        \
+    SKL_STEP(blocks, n, type, "{" a_2 "}", "b_2", "more", tail)                                                        \
+    SKL_STEP(blocks, n, type, "{" a_3 "}", "b_3", "more", tail)                                                        \
     "}"
-#define SKL_WGMMA_4(n, type, regs, a, b, add, step_a, step_b, tail)                                                  \
+#define SKL_WGMMA_4(blocks, n, type, a, b, add, step_a, step_b, tail)                                                  \
     SKL_BEGIN_4(b, add, step_b)                                                                                      \
     SKL_DESCRIPTORS_4("a", a, step_a)                                                                                \
-    SKL_STEP(n, type, regs, "a_0", "b_0", "add", tail)                                                               \
-    SKL_STEP(n, type, regs, "a_1", "b_1", "more", tail)                                                              \
-    SKL_STEP(n, type, regs, "a_2", "b_2", "more", tail)                                                              \
-    SKL_STEP(n, type, regs, "a_3", "b_3", "more", tail)                                                              \
+    SKL_STEP(blocks, n, type, "a_0", "b_0", "add", tail)                                                               \
+    SKL_STEP(blocks, n, type, "a_1", "b_1", "more", tail)                                                              \
+    SKL_STEP(blocks, n, type, "a_2", "b_2", "more", tail)                                                              \
+    SKL_STEP(blocks, n, type, "a_3", "b_3", "more", tail)                                                              \
     "}"
 /* clang-format on */
 #define SKL_IN_16(a)                                                                                                 \
@@ -169,101 +167,45 @@ template <bool MN_MAJOR> constexpr int OPERAND_STEP = MN_MAJOR ? 16 * 128 / 16 :
         "r"(a[2][0]), "r"(a[2][1]), "r"(a[2][2]), "r"(a[2][3]), "r"(a[3][0]), "r"(a[3][1]), "r"(a[3][2]),            \
         "r"(a[3][3])
 
-#define SKL_DEFINE_WGMMA_4(element, type)                                                                            \
+#define SKL_DEFINE_FRAGS_4(element, type, blocks, n, a_0, a_1, a_2, a_3, a_4, a_5, a_6, a_7, a_8, a_9, a_10, a_11,   \
+                           a_12, a_13, a_14, a_15, b_, add_, step, major)                                            \
     template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma_4(float(&c)[8][4], const uint32_t(*a)[4], uint32_t b, int add, element)             \
+    __device__ inline void wgmma_4(float(&c)[blocks][4], const uint32_t(*a)[4], uint32_t b, int add, element)        \
     {                                                                                                                \
-        asm volatile(SKL_WGMMA_4_FRAGS("64", type, SKL_REGS_32, "%32, %33, %34, %35", "%36, %37, %38, %39",          \
-                                       "%40, %41, %42, %43", "%44, %45, %46, %47", "%48", "%49", "%50", "%51")       \
-                     : SKL_OUT_32(c, 0)                                                                              \
+        asm volatile(SKL_WGMMA_4_FRAGS(blocks, n, type, a_0 ", " a_1 ", " a_2 ", " a_3,                              \
+                                       a_4 ", " a_5 ", " a_6 ", " a_7, a_8 ", " a_9 ", " a_10 ", " a_11,             \
+                                       a_12 ", " a_13 ", " a_14 ", " a_15, b_, add_, step, major)                    \
+                     : SKL_C_OUT_##blocks                                                                            \
                      : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
-    }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma_4(float(&c)[12][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4_FRAGS("96", type, SKL_REGS_48, "%48, %49, %50, %51", "%52, %53, %54, %55",          \
-                                       "%56, %57, %58, %59", "%60, %61, %62, %63", "%64", "%65", "%66", "%67")       \
-                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
-                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
-    }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma_4(float(&c)[16][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4_FRAGS("128", type, SKL_REGS_64, "%64, %65, %66, %67", "%68, %69, %70, %71",         \
-                                       "%72, %73, %74, %75", "%76, %77, %78, %79", "%80", "%81", "%82", "%83")       \
-                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
-                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
-    }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma_4(float(&c)[24][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4_FRAGS("192", type, SKL_REGS_96, "%96, %97, %98, %99", "%100, %101, %102, %103",     \
-                                       "%104, %105, %106, %107", "%108, %109, %110, %111", "%112", "%113", "%114",   \
-                                       "%115")                                                                       \
-                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16)                                         \
-                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
-    }                                                                                                                \
-    template <bool MN_MAJOR>                                                                                         \
-    __device__ inline void wgmma_4(float(&c)[32][4], const uint32_t(*a)[4], uint32_t b, int add, element)            \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4_FRAGS("256", type, SKL_REGS_128, "%128, %129, %130, %131",                          \
-                                       "%132, %133, %134, %135", "%136, %137, %138, %139", "%140, %141, %142, %143", \
-                                       "%144", "%145", "%146", "%147")                                               \
-                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8), SKL_OUT_32(c, 16), SKL_OUT_32(c, 24)                      \
-                     : SKL_IN_16(a), "r"(b), "r"(add), "n"(OPERAND_STEP<MN_MAJOR>), "n"(MN_MAJOR));                  \
-    }                                                                                                                \
+    }
+#define SKL_DEFINE_WGMMA_4(element, type, blocks, n, a_, b_, add_, step_a, step_b, major_a, major_b, ...)            \
     template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma_4(float(&c)[4][4], uint32_t a, uint32_t b, int add, element)                        \
+    __device__ inline void wgmma_4(float(&c)[blocks][4], uint32_t a, uint32_t b, int add, element)                   \
     {                                                                                                                \
-        asm volatile(SKL_WGMMA_4("32", type, SKL_REGS_16, "%16", "%17", "%18", "%19", "%20", "%21, %22")             \
-                     : SKL_OUT_8(c, 0), SKL_OUT_8(c, 2)                                                              \
-                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
-                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
-    }                                                                                                                \
-    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma_4(float(&c)[8][4], uint32_t a, uint32_t b, int add, element)                        \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4("64", type, SKL_REGS_32, "%32", "%33", "%34", "%35", "%36", "%37, %38")             \
-                     : SKL_OUT_32(c, 0)                                                                              \
-                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
-                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
-    }                                                                                                                \
-    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma_4(float(&c)[12][4], uint32_t a, uint32_t b, int add, element)                       \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4("96", type, SKL_REGS_48, "%48", "%49", "%50", "%51", "%52", "%53, %54")             \
-                     : SKL_OUT_32(c, 0), SKL_OUT_8(c, 8), SKL_OUT_8(c, 10)                                           \
-                     : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
-                       "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
-    }                                                                                                                \
-    template <bool MN_MAJOR, bool A_MN_MAJOR = MN_MAJOR>                                                             \
-    __device__ inline void wgmma_4(float(&c)[16][4], uint32_t a, uint32_t b, int add, element)                       \
-    {                                                                                                                \
-        asm volatile(SKL_WGMMA_4("128", type, SKL_REGS_64, "%64", "%65", "%66", "%67", "%68", "%69, %70")            \
-                     : SKL_OUT_32(c, 0), SKL_OUT_32(c, 8)                                                            \
+        asm volatile(SKL_WGMMA_4(blocks, n, type, a_, b_, add_, step_a, step_b, major_a ", " major_b)                \
+                     : SKL_C_OUT_##blocks                                                                            \
                      : "r"(a), "r"(b), "r"(add), "n"(OPERAND_STEP<A_MN_MAJOR>), "n"(OPERAND_STEP<MN_MAJOR>),         \
                        "n"(A_MN_MAJOR), "n"(MN_MAJOR));                                                              \
     }
-SKL_DEFINE_WGMMA_4(skl_bf16, "bf16")
-SKL_DEFINE_WGMMA_4(skl_f16, "f16")
 
-#undef SKL_DEFINE_WGMMA_4
-#undef SKL_IN_16
-#undef SKL_WGMMA_4
-#undef SKL_WGMMA_4_FRAGS
-#undef SKL_BEGIN_4
-#undef SKL_STEP
-#undef SKL_DESCRIPTORS_4
-#undef SKL_DEFINE_WGMMA
-#undef SKL_WGMMA
-#undef SKL_REGS_128
-#undef SKL_REGS_96
-#undef SKL_REGS_64
-#undef SKL_REGS_48
-#undef SKL_REGS_32
-#undef SKL_REGS_16
-#undef SKL_OUT_32
-#undef SKL_OUT_8
+#define SKL_DEFINE_ALL(element, type)                                                                                \
+    SKL_SIZE_8(SKL_DEFINE_FRAGS, element, type)                                                                      \
+    SKL_SIZE_16(SKL_DEFINE_FRAGS, element, type)                                                                     \
+    SKL_SIZE_4(SKL_DEFINE_WGMMA, element, type)                                                                      \
+    SKL_SIZE_8(SKL_DEFINE_WGMMA, element, type)                                                                      \
+    SKL_SIZE_12(SKL_DEFINE_WGMMA, element, type)                                                                     \
+    SKL_SIZE_16(SKL_DEFINE_WGMMA, element, type)                                                                     \
+    SKL_SIZE_8(SKL_DEFINE_FRAGS_4, element, type)                                                                    \
+    SKL_SIZE_12(SKL_DEFINE_FRAGS_4, element, type)                                                                   \
+    SKL_SIZE_16(SKL_DEFINE_FRAGS_4, element, type)                                                                   \
+    SKL_SIZE_24(SKL_DEFINE_FRAGS_4, element, type)                                                                   \
+    SKL_SIZE_32(SKL_DEFINE_FRAGS_4, element, type)                                                                   \
+    SKL_SIZE_4(SKL_DEFINE_WGMMA_4, element, type)                                                                    \
+    SKL_SIZE_8(SKL_DEFINE_WGMMA_4, element, type)                                                                    \
+    SKL_SIZE_12(SKL_DEFINE_WGMMA_4, element, type)                                                                   \
+    SKL_SIZE_16(SKL_DEFINE_WGMMA_4, element, type)
+SKL_DEFINE_ALL(skl_bf16, "bf16")
+SKL_DEFINE_ALL(skl_f16, "f16")
 
 } // namespace sm90
 
