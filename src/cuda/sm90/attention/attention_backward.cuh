@@ -39,6 +39,71 @@
 namespace sm90
 {
 
+/* ---- Stores ------------------------------------------------------------------------------------------------- */
+
+/* Rows of whole 16-byte vectors, by way of shared memory. */
+template <typename WARPGROUP, typename ELEMENT, int BLOCKS>
+__device__ inline void store_vectors(const WARPGROUP &of, ELEMENT *rows, int64_t stride, int64_t stored,
+                                     const float (&sum)[BLOCKS][4], float factor)
+{
+    auto &smem = of.smem;
+    unsigned char(*const staged)[128] = &smem.dq[of.warpgroup][of.warp * 16];
+    const int lane = (int)(threadIdx.x % 32), row = lane % 16, first = of.warpgroup * 64 + of.warp * 16;
+#pragma unroll
+    for (int slab = 0; slab < BLOCKS / 8; slab++) {
+        __syncwarp();
+#pragma unroll
+        for (int n = 0; n < 8; n += 2) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float *const from = &sum[slab * 8 + n + i / 2][i % 2 * 2];
+                pairs[i] = pack(from[0] * factor, from[1] * factor, ELEMENT());
+            }
+            stmatrix_x4(shared_address(&staged[row][((n + lane / 16) ^ row % 8) * 16]), pairs);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int r = i * 4 + lane / 8, chunk = lane % 8, column = slab * 64 + chunk * 8;
+            const int64_t key = smem.first + first + r;
+            const uint4 vector = *(const uint4 *)(const void *)&staged[r][(chunk ^ r % 8) * 16];
+            if (key < stored && column < of.params.b.dim)
+                *(uint4 *)(void *)(rows + key * stride + column) =
+                    first + r < smem.count ? vector : make_uint4(0, 0, 0, 0); /* padding keys */
+        }
+    }
+}
+
+/* Stores dk or dv of a warpgroup's keys. */
+template <typename ELEMENT, typename WARPGROUP, int BLOCKS>
+__device__ inline void store_sum(const WARPGROUP &of, const skl_output &out, float (&sum)[BLOCKS][4], float factor)
+{
+    const attention_backward_params &params = of.params;
+    auto &smem = of.smem;
+    if (out.data == NULL)
+        return;
+    const skl_sequence &s = smem.sequence;
+    const int64_t stored = params.problem.packed ? s.key_count : params.problem.len_k;
+    const int64_t base = SKL_ROW(out, s.batch, (int64_t)smem.key_head, s.key_begin);
+    const skl_side side = skl_student_of(&params.problem, &params.call);
+    const int64_t offsets = (int64_t)(uintptr_t)out.data / (int64_t)sizeof(ELEMENT) | base | out.stride_row;
+    if (side.grad_dtype != SKL_F32 && offsets % 8 == 0) {
+        store_vectors(of, (ELEMENT *)out.data + base, out.stride_row, stored, sum, factor);
+        return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = acc_row<1>(0, half);
+        const int64_t key = smem.first + row;
+#pragma unroll
+        for (int e = 0; e < BLOCKS * 2 && row >= smem.count; e++)
+            sum[e / 2][half * 2 + e % 2] = 0.0F; /* padding keys */
+        if (key < stored)
+            store_row<ELEMENT>(out.data, base + key * out.stride_row, side, sum, half, factor);
+    }
+}
+
 /* ---- Kernel ------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT, int DIM, int DIM_A>
@@ -101,23 +166,13 @@ __global__ void __launch_bounds__(ATTENTION_BACKWARD_THREADS, 1)
         key_warpgroup<ELEMENT, DIM, DIM_A> consumer = {params, maps, smem, warpgroup, warp_in_warpgroup()};
         consumer.run();
         const float unit = exp2f(-log2_unit<ELEMENT>(*params.largest));
-        consumer.store_sum(params.call.gradients.dk_s, consumer.dk, params.problem.scale_s * unit);
-        consumer.store_sum(params.of.dv_s, consumer.dv, unit);
+        store_sum<ELEMENT>(consumer, params.call.gradients.dk_s, consumer.dk, params.problem.scale_s * unit);
+        store_sum<ELEMENT>(consumer, params.of.dv_s, consumer.dv, unit);
     }
 #endif
 }
 
-template <typename ELEMENT, int DIM, int DIM_A>
-cudaError_t launch_attention_backward_tiles(const attention_backward_params &params,
-                                            const attention_backward_maps &maps)
-{
-    constexpr int MEMORY = sizeof(attention_backward_smem<DIM, DIM_A>);
-    static_assert(MEMORY <= 227 * 1024, "shared memory of a block");
-    const skl_problem *const p = &params.problem;
-    return launch_blocks(attention_backward_kernel<ELEMENT, DIM, DIM_A>,
-                         grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)),
-                         ATTENTION_BACKWARD_THREADS, MEMORY, params.call.stream, params, maps);
-}
+/* ---- Launch ------------------------------------------------------------------------------------------------- */
 
 template <typename ELEMENT>
 inline bool encode_all(attention_backward_maps *maps, const attention_backward_params &params, ELEMENT element)
@@ -140,16 +195,20 @@ cudaError_t launch_attention_backward(const char *kernel, const skl_cuda_params 
                                       const skl_cuda_launch *launch)
 {
     const attention_backward_params kernel_params = attention_backward_params_of(params, launch);
-    const bool wide = params->problem.dim_s > 64, wide_a = params->problem.dim_t > 64;
+    const skl_problem *const p = &params->problem;
     attention_backward_maps maps;
     if (!encode_all(&maps, kernel_params, ELEMENT()))
         return encode_error();
     cudaError_t error = prepare_attention_rows(&kernel_params);
     record_launch(kernel, SKL_VARIANT_CARRYING, 1);
     if (error == cudaSuccess)
-        error = wide     ? launch_attention_backward_tiles<ELEMENT, 128, 128>(kernel_params, maps)
-                : wide_a ? launch_attention_backward_tiles<ELEMENT, 64, 128>(kernel_params, maps)
-                         : launch_attention_backward_tiles<ELEMENT, 64, 64>(kernel_params, maps);
+        error = with_head_sizes(*p, [&](auto dim_t, auto dim_s) {
+            constexpr int MEMORY = sizeof(attention_backward_smem<dim_s(), dim_t()>);
+            static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
+            return launch_blocks(attention_backward_kernel<ELEMENT, dim_s(), dim_t()>,
+                                 grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)),
+                                 ATTENTION_BACKWARD_THREADS, MEMORY, params->call.stream, kernel_params, maps);
+        });
     return error == cudaSuccess ? store_dq_sums(&kernel_params) : error;
 }
 

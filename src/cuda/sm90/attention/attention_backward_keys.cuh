@@ -49,27 +49,23 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
      */
     static constexpr bool DK_LATER = DIM > 64;
 
+    /* The product of the warpgroup's keys or values and the queries of a stage. */
     template <int SIZE>
     __device__ void issue_product(stage_logits &x, const smem_rows<SIZE / 64> &keys, const row_stage<SIZE> &stage)
     {
+        wgmma_fence();
         issue_logits<ELEMENT, SIZE, 0>(x, NULL, k_major_operand(&keys) + warpgroup * (64 * 128 / 16),
                                        k_major_operand(&stage));
-    }
-
-    __device__ void issue_dp(stage_logits &dp, int n)
-    {
-        barrier_wait(smem.of_d_out.full[n % smem.DEPTH], n / smem.DEPTH % 2);
-        wgmma_fence();
-        issue_product<DIM>(dp, smem.v, smem.d_out[n % smem.DEPTH]);
         wgmma_commit();
     }
 
-    __device__ void issue_y(stage_logits &y, int n)
+    /* The product with stage n of a ring, after its load. */
+    template <int DEPTH>
+    __device__ void issue_loaded(stage_logits &x, const smem_rows<DIM / 64> &keys,
+                                 const row_stage<DIM> (&ring)[DEPTH], ring_barriers<DEPTH> &barriers, int n)
     {
-        barrier_wait(smem.of_q_b.full[n % smem.DEPTH], n / smem.DEPTH % 2);
-        wgmma_fence();
-        issue_product<DIM>(y, smem.k_b, smem.q_b[n % smem.DEPTH]);
-        wgmma_commit();
+        barrier_wait(barriers.full[n % DEPTH], n / DEPTH % 2);
+        issue_product<DIM>(x, keys, ring[n % DEPTH]);
     }
 
     /* Where 32 dimensions of dq of stage n leave from: from dimension 64 on, the place of its dS. */
@@ -290,10 +286,10 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const stage_info &info = smem.info[n % smem.INFOS]; /* of a masked stage, sanitize_stage has waited for it */
         const int first = MASKED ? load_again(info.row) - load_again(smem.queries.row) : 0;
         stage_logits y, dp; /* y: also X */
-        issue_y(y, n);
+        issue_loaded(y, smem.k_b, smem.q_b, smem.of_q_b, n);
         if constexpr (WITH_DQ && DK_LATER)
             issue_dk({}, n - 1);
-        issue_dp(dp, n);
+        issue_loaded(dp, smem.v, smem.d_out, smem.of_d_out, n);
         if (!WITH_DQ && n > 0)
             release_dq(n - 2);
         barrier_wait(smem.stats_full[stage], n / smem.DEPTH % 2);
@@ -313,9 +309,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         compute_t(t, dp, stats);
         fence_operand(t);
         barrier_wait(smem.of_q_a.full[q_a_stage], phase_after(t, q_a_phase)); /* has passed already */
-        wgmma_fence();
         issue_product<DIM_A>(y, smem.k_a, smem.q_a[q_a_stage]);
-        wgmma_commit();
         issue_dv(s, smem.d_out[stage]);
         wgmma_wait<1>();
         fence_operand(y);
@@ -397,63 +391,6 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         fence_operand(dv);
         tma_wait_read();
         named_barrier_sync(CONSUMERS_SYNC, CONSUMERS * 128); /* dk and dv take the place of dq */
-    }
-
-    /* Rows of whole 16-byte vectors, by way of shared memory. */
-    __device__ void store_vectors(ELEMENT *rows, int64_t stride, int64_t stored, const float (&sum)[DIM / 8][4],
-                                  float factor)
-    {
-        unsigned char(*const staged)[128] = &smem.dq[warpgroup][warp * 16];
-        const int lane = (int)(threadIdx.x % 32), row = lane % 16, first = warpgroup * 64 + warp * 16;
-#pragma unroll
-        for (int slab = 0; slab < DIM / 64; slab++) {
-            __syncwarp();
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                uint32_t pairs[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float *const from = &sum[slab * 8 + n + i / 2][i % 2 * 2];
-                    pairs[i] = pack(from[0] * factor, from[1] * factor, ELEMENT());
-                }
-                stmatrix_x4(shared_address(&staged[row][((n + lane / 16) ^ row % 8) * 16]), pairs);
-            }
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int r = i * 4 + lane / 8, chunk = lane % 8, column = slab * 64 + chunk * 8;
-                const int64_t key = smem.first + first + r;
-                const uint4 vector = *(const uint4 *)(const void *)&staged[r][(chunk ^ r % 8) * 16];
-                if (key < stored && column < params.b.dim)
-                    *(uint4 *)(void *)(rows + key * stride + column) =
-                        first + r < smem.count ? vector : make_uint4(0, 0, 0, 0); /* padding keys */
-            }
-        }
-    }
-
-    __device__ void store_sum(const skl_output &out, float (&sum)[DIM / 8][4], float factor)
-    {
-        if (out.data == NULL)
-            return;
-        const skl_sequence &s = smem.sequence;
-        const int64_t stored = params.problem.packed ? s.key_count : params.problem.len_k;
-        const int64_t base = SKL_ROW(out, s.batch, (int64_t)smem.key_head, s.key_begin);
-        const skl_side side = skl_student_of(&params.problem, &params.call);
-        const int64_t offsets = (int64_t)(uintptr_t)out.data / (int64_t)sizeof(ELEMENT) | base | out.stride_row;
-        if (side.grad_dtype != SKL_F32 && offsets % 8 == 0) {
-            store_vectors((ELEMENT *)out.data + base, out.stride_row, stored, sum, factor);
-            return;
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = acc_row<1>(0, half);
-            const int64_t key = smem.first + row;
-#pragma unroll
-            for (int e = 0; e < DIM / 4 && row >= smem.count; e++)
-                sum[e / 2][half * 2 + e % 2] = 0.0F; /* padding keys */
-            if (key < stored)
-                store_row<ELEMENT>(out.data, base + key * out.stride_row, side, sum, half, factor);
-        }
     }
 };
 

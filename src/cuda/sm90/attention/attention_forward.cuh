@@ -357,15 +357,6 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
 
 /* ---- Launch ------------------------------------------------------------------------------------------------- */
 
-template <typename ELEMENT, int DIM, int DIM_A>
-cudaError_t launch_attention_forward_tiles(const forward_params &params, const attention_forward_maps &maps)
-{
-    static_assert(block_tile::ROWS == SKL_CARRYING_ROWS, "cuda/select counts tiles");
-    const skl_problem *const p = &params.problem;
-    return launch_tiles<attention_forward_rows<ELEMENT, DIM, DIM_A>>(params, maps, p->heads_s,
-                                                                     skl_ceil_div(p->len_q, block_tile::ROWS));
-}
-
 template <typename ELEMENT>
 cudaError_t launch_attention_forward(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
@@ -383,9 +374,11 @@ cudaError_t launch_attention_forward(const char *kernel, const skl_cuda_params *
         !encode_keys(&maps.v, p, &values, FORWARD_KEYS, element))
         return encode_error();
     record_launch(kernel, SKL_VARIANT_CARRYING_FORWARD, 1);
-    return p->dim_s > 64   ? launch_attention_forward_tiles<ELEMENT, 128, 128>(kernel_params, maps)
-           : p->dim_t > 64 ? launch_attention_forward_tiles<ELEMENT, 64, 128>(kernel_params, maps)
-                           : launch_attention_forward_tiles<ELEMENT, 64, 64>(kernel_params, maps);
+    static_assert(block_tile::ROWS == SKL_CARRYING_ROWS, "cuda/select counts tiles");
+    return with_head_sizes(*p, [&](auto dim_t, auto dim_s) {
+        return launch_tiles<attention_forward_rows<ELEMENT, dim_s(), dim_t()>>(
+            kernel_params, maps, p->heads_s, skl_ceil_div(p->len_q, block_tile::ROWS));
+    });
 }
 
 } // namespace sm90

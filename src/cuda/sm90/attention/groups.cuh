@@ -8,28 +8,24 @@
 namespace sm90
 {
 
-template <int N> using size_constant = std::integral_constant<int, N>;
-
-/* Calls launch(dim_t, dim_s, capped) with the smallest compiled sizes that hold both heads, as types. */
+/* Calls launch(dim_t, dim_s, capped), as types. Softcapped heads are padded to 128 dimensions. */
 template <bool SOFTCAP, typename LAUNCH>
-cudaError_t with_head_sizes(const skl_cuda_params *params, const LAUNCH &launch)
+cudaError_t with_group_sizes(const skl_cuda_params *params, const LAUNCH &launch)
 {
-    const skl_problem *const p = &params->problem;
     return with_softcap<SOFTCAP>(*params, [&](auto capped) {
+        const std::integral_constant<int, 128> wide;
         if constexpr (capped())
-            return launch(size_constant<128>(), size_constant<128>(), capped);
-        else if (p->dim_t <= 64 && p->dim_s <= 64)
-            return launch(size_constant<64>(), size_constant<64>(), capped);
+            return launch(wide, wide, capped);
         else
-            return p->dim_s <= 64 ? launch(size_constant<128>(), size_constant<64>(), capped)
-                                  : launch(size_constant<128>(), size_constant<128>(), capped);
+            return with_head_sizes(params->problem,
+                                   [&](auto dim_t, auto dim_s) { return launch(dim_t, dim_s, capped); });
     });
 }
 
 template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return with_head_sizes<SOFTCAP>(params, [&](auto dim_t, auto dim_s, auto capped) {
+    return with_group_sizes<SOFTCAP>(params, [&](auto dim_t, auto dim_s, auto capped) {
         return launch_group_forward<ELEMENT, dim_t(), dim_s(), capped()>(kernel, params, launch);
     });
 }
@@ -37,7 +33,7 @@ cudaError_t launch_group_rows(const char *kernel, const skl_cuda_params *params,
 template <typename ELEMENT, bool SOFTCAP>
 cudaError_t launch_group_fused(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return with_head_sizes<SOFTCAP>(params, [&](auto dim_t, auto dim_s, auto capped) {
+    return with_group_sizes<SOFTCAP>(params, [&](auto dim_t, auto dim_s, auto capped) {
         return launch_group_backward<ELEMENT, dim_t(), dim_s(), capped()>(kernel, params, launch);
     });
 }
