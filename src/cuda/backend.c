@@ -11,26 +11,21 @@
 static skl_cuda_argument argument_of(const skl_side *side)
 {
     const bool capped = skl_caps_logits(side->softcap);
-    if (side->linear)
-        return (skl_cuda_argument){.q = *side->q,
-                                   .k = *side->k,
-                                   .heads_per_key = (int32_t)(side->heads / side->key_heads),
-                                   .dim = (int32_t)side->dim,
-                                   .capped = true,
-                                   .linear = true,
-                                   .scale = 1.0F,
-                                   .product_max = -1.0F}; /* the polynomial of a softcap covers no product */
-    /* Where only the other argument has a softcap, this one gets a cap so large that tanh u is u to the last bit. */
-    const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
     skl_cuda_argument argument = {.q = *side->q,
                                   .k = *side->k,
                                   .heads_per_key = (int32_t)(side->heads / side->key_heads),
                                   .dim = (int32_t)side->dim,
-                                  .capped = capped,
-                                  .scale = capped ? side->scale / side->softcap
-                                                  : (float)((double)side->scale * SKL_LOG2E_DOUBLE),
-                                  .softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F,
-                                  .inverse_softcap_2 = capped ? 1.0F / (side->softcap * SKL_LOG2E) : 0.0F};
+                                  .capped = capped || side->linear,
+                                  .linear = side->linear,
+                                  .scale = 1.0F,
+                                  .product_max = -1.0F}; /* the polynomial of a softcap covers no product */
+    if (side->linear)
+        return argument;
+    /* Where only the other argument has a softcap, this one gets a cap so large that tanh u is u to the last bit. */
+    const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
+    argument.scale = capped ? side->scale / side->softcap : (float)((double)side->scale * SKL_LOG2E_DOUBLE);
+    argument.softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F;
+    argument.inverse_softcap_2 = capped ? 1.0F / argument.softcap_2 : 0.0F;
     argument.tanh_factor = capped ? argument.softcap_2 : no_softcap;
     argument.tanh_scale = capped ? argument.scale : argument.scale / no_softcap;
     argument.product_max = tanh_max / fabsf(argument.tanh_scale);
@@ -119,14 +114,13 @@ static skl_cuda_params launch_params(const skl_cuda_params *shared, const skl_cu
 {
     const skl_problem *const p = &shared->problem;
     const skl_output lse = computed_lse_of(p, &shared->call, launches);
-    const skl_input computed = {lse.data, lse.stride_batch, lse.stride_head, lse.stride_row};
     const bool stats = is_stats(&shared->call);
     skl_cuda_params params = *shared;
     if (launch->halves)
         params = halves_of(p, &shared->call, launch->teacher_side,
                            launch->teacher_side || stats ? lse : shared->call.rows.lse_s);
     if (launch->lse_computed)
-        *(stats ? &params.call.inputs.lse_s : &params.call.inputs.lse_t) = computed;
+        *(stats ? &params.call.inputs.lse_s : &params.call.inputs.lse_t) = skl_cuda_input_of(&lse);
     const bool shares_workspace = stats && !launch->halves;
     params.call.workspace =
         (char *)shared->call.workspace + (shares_workspace ? launches->stats_at : launch->workspace_at);

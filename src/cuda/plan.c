@@ -176,19 +176,14 @@ skl_status skl_cuda_plan_create(skl_plan *plan, const skl_options *options, cons
     return SKL_OK;
 }
 
-static bool is_same_request(const skl_cuda_request *a, const skl_cuda_request *b)
-{
-    return a->op == b->op && a->rows == b->rows && a->gradients == b->gradients && a->stats == b->stats &&
-           a->lse_given == b->lse_given && a->key_lengths == b->key_lengths && a->keys == b->keys;
-}
-
 const skl_cuda_launches *skl_cuda_plan_launches(const skl_plan *plan, const skl_call *call, skl_cuda_launches *other)
 {
     const skl_problem *const p = &plan->problem;
     const skl_cuda_plan *const of_cuda = plan->of_backend;
     const skl_cuda_layout layout = skl_cuda_layout_of(p, call);
     const skl_cuda_request request = skl_cuda_normal_request(p, skl_cuda_request_of(p, call));
-    if (is_same_request(&request, &of_cuda->usual[call->op]) &&
+    _Static_assert(sizeof request == 6 * 4 + 8, "no padding: requests are compared as bytes");
+    if (memcmp(&request, &of_cuda->usual[call->op], sizeof request) == 0 &&
         memcmp(&layout, &skl_cuda_aligned, sizeof layout) == 0)
         return &of_cuda->launches[call->op];
     skl_cuda_select(p, &of_cuda->target, &request, &layout, other);

@@ -47,25 +47,19 @@ bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t di
 }
 
 /* Clears the bits of a tensor of this type and shape for what its address and strides do not allow. */
-static void look_at(skl_cuda_layout *layout, uint32_t bit, const skl_input *tensor, skl_dtype dtype, int64_t dim,
+static void look_at(skl_cuda_layout *layout, uint32_t bit, skl_input tensor, skl_dtype dtype, int64_t dim,
                     int64_t heads, skl_tensor_rows shape)
 {
     const bool is_input = (bit & SKL_TENSOR_INPUTS) != 0, is_sum = (bit & (SKL_DK_T | SKL_DK_S)) && dtype == SKL_F32;
     const uint64_t size = skl_dtype_size(dtype), unit = is_input ? 16 : 2 * size;
     const uint64_t offsets =
-        (uint64_t)tensor->stride_batch | (uint64_t)tensor->stride_head | (uint64_t)tensor->stride_row;
-    if (((uintptr_t)tensor->data | offsets * size) % unit != 0)
+        (uint64_t)tensor.stride_batch | (uint64_t)tensor.stride_head | (uint64_t)tensor.stride_row;
+    if (!is_input && tensor.data == NULL)
+        return; /* a gradient that is not requested */
+    if (((uintptr_t)tensor.data | offsets * size) % unit != 0)
         layout->aligned &= ~bit;
-    if ((is_input || is_sum) && !skl_cuda_tma_addresses(dtype, tensor, dim, heads, shape))
+    if ((is_input || is_sum) && !skl_cuda_tma_addresses(dtype, &tensor, dim, heads, shape))
         layout->tma &= ~bit;
-}
-
-static void look_at_gradient(skl_cuda_layout *layout, uint32_t bit, const skl_output *gradient, skl_dtype dtype,
-                             int64_t dim, int64_t heads, skl_tensor_rows shape)
-{
-    const skl_input tensor = {gradient->data, gradient->stride_batch, gradient->stride_head, gradient->stride_row};
-    if (gradient->data != NULL)
-        look_at(layout, bit, &tensor, dtype, dim, heads, shape);
 }
 
 skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
@@ -77,25 +71,24 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
     const skl_dtype type_t = skl_grad_dtype(p, p->dtype_t), type_s = skl_grad_dtype(p, p->dtype_s);
     skl_cuda_layout layout = skl_cuda_aligned;
     if (call->op != SKL_OP_ATTENTION_STATS) {
-        look_at(&layout, SKL_TENSOR_Q_T, &in->q_t, p->dtype_t, p->dim_t, p->heads_t, queries);
-        look_at(&layout, SKL_TENSOR_K_T, &in->k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys);
+        look_at(&layout, SKL_TENSOR_Q_T, in->q_t, p->dtype_t, p->dim_t, p->heads_t, queries);
+        look_at(&layout, SKL_TENSOR_K_T, in->k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys);
     }
-    look_at(&layout, SKL_TENSOR_Q_S, &in->q_s, p->dtype_s, p->dim_s, skl_query_heads_s(p), queries);
-    look_at(&layout, SKL_TENSOR_K_S, &in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
-    look_at_gradient(&layout, SKL_DQ_T, &out->dq_t, type_t, p->dim_t, p->heads_t, queries);
-    look_at_gradient(&layout, SKL_DK_T, &out->dk_t, type_t, p->dim_t, p->key_heads_t, keys);
-    look_at_gradient(&layout, SKL_DQ_S, &out->dq_s, type_s, p->dim_s, skl_query_heads_s(p), queries);
-    look_at_gradient(&layout, SKL_DK_S, &out->dk_s, type_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_TENSOR_Q_S, in->q_s, p->dtype_s, p->dim_s, skl_query_heads_s(p), queries);
+    look_at(&layout, SKL_TENSOR_K_S, in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_DQ_T, skl_cuda_input_of(&out->dq_t), type_t, p->dim_t, p->heads_t, queries);
+    look_at(&layout, SKL_DK_T, skl_cuda_input_of(&out->dk_t), type_t, p->dim_t, p->key_heads_t, keys);
+    look_at(&layout, SKL_DQ_S, skl_cuda_input_of(&out->dq_s), type_s, p->dim_s, skl_query_heads_s(p), queries);
+    look_at(&layout, SKL_DK_S, skl_cuda_input_of(&out->dk_s), type_s, p->dim_s, p->key_heads_s, keys);
     if (of_s == NULL)
         return layout;
     const bool forward = call->op == SKL_OP_ATTENTION_FORWARD;
-    const skl_output *const o_s = &call->o_s;
-    const skl_input made = {o_s->data, o_s->stride_batch, o_s->stride_head, o_s->stride_row};
-    look_at(&layout, SKL_TENSOR_V_S, &of_s->v_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
-    look_at(&layout, SKL_TENSOR_O_S, forward ? &made : &of_s->o_s, p->dtype_s, p->dim_s, p->heads_s, queries);
+    const skl_input o_s = forward ? skl_cuda_input_of(&call->o_s) : of_s->o_s;
+    look_at(&layout, SKL_TENSOR_V_S, of_s->v_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_TENSOR_O_S, o_s, p->dtype_s, p->dim_s, p->heads_s, queries);
     if (!forward)
-        look_at(&layout, SKL_TENSOR_DO_S, &of_s->do_s, p->dtype_s, p->dim_s, p->heads_s, queries);
-    look_at_gradient(&layout, SKL_DV_S, &of_s->dv_s, type_s, p->dim_s, p->key_heads_s, keys);
+        look_at(&layout, SKL_TENSOR_DO_S, of_s->do_s, p->dtype_s, p->dim_s, p->heads_s, queries);
+    look_at(&layout, SKL_DV_S, skl_cuda_input_of(&of_s->dv_s), type_s, p->dim_s, p->key_heads_s, keys);
     return layout;
 }
 

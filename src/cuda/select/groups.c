@@ -108,29 +108,20 @@ static skl_sparse_layout fused_sparse_layout_of(const choice *s, bool gradients,
     return layout;
 }
 
-static void add_fused_indexer_launch(const choice *s, const char *step, bool gradients)
-{
-    const skl_cuda_kernel *const kernel = s->kernel;
-    skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? kernel->fused : kernel->forward,
-                                                   gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
-    launch->sums_dk = gradients && (s->request->gradients & SKL_DK_S) != 0;
-    launch->sparse = fused_sparse_layout_of(s, gradients, launch->sums_dk);
-    skl_select_give_workspace(s, launch, launch->sparse.end);
-}
-
 static void add_indexer_launch(const choice *s, const char *step, bool gradients)
 {
     const skl_problem *const p = s->problem;
     const skl_cuda_kernel *const kernel = s->kernel;
-    const bool general = kernel->general;
-    if (kernel->fused != NULL) {
-        add_fused_indexer_launch(s, step, gradients);
-        return;
-    }
-    skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? kernel->gradients : kernel->forward,
+    const bool general = kernel->general, fused = kernel->fused != NULL;
+    const skl_cuda_launcher of_gradients = fused ? kernel->fused : kernel->gradients;
+    skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? of_gradients : kernel->forward,
                                                    gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
     launch->streams_queries = gradients && p->top_k == 0;
-    if (p->top_k > 0) {
+    if (fused) {
+        launch->sums_dk = gradients && (s->request->gradients & SKL_DK_S) != 0;
+        launch->sparse = fused_sparse_layout_of(s, gradients, launch->sums_dk);
+        skl_select_give_workspace(s, launch, launch->sparse.end);
+    } else if (p->top_k > 0) {
         launch->sparse = sparse_layout_of(s, gradients, !skl_select_only_lse_s(s->request));
         if (!general)
             launch->variant = launch->sparse.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED;

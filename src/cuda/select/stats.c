@@ -60,12 +60,6 @@ static int32_t chunks_of(const skl_problem *p, int64_t tile_rows, int64_t blocks
     return (int32_t)best;
 }
 
-/* Bytes of scratch of a launch: of each query of a tile, for each block. */
-static size_t scratch_size(int64_t blocks, int64_t tile_rows, size_t size)
-{
-    return (size_t)(blocks * tile_rows) * size;
-}
-
 /* The needs of a call's launches. */
 typedef struct stats_needs {
     const skl_cuda_kernel *kernel; /* computes columns */
@@ -84,9 +78,10 @@ static size_t lay_out(const choice *s, stats_needs *needs)
     const bool sums = (s->request->stats & SKL_STATS_KEY_SUM) != 0;
     const bool scratch = (needs->masses & (OF_MASSES | SKL_STATS_TOP)) != 0;
     const size_t of_heads = (size_t)(p->batch * p->heads_s * layout->chunks) * 2 * SKL_STATS_SUMS * sizeof(float);
-    const size_t of_tiles = scratch ? scratch_size(layout->blocks, needs->tile_rows, SKL_STATS_SCRATCH_SIZE) : 0;
-    const size_t of_top = needs->top != 0 ? scratch_size(needs->top_blocks, SKL_SM90_STATS_ROWS,
-                                                         SKL_STATS_TOP_CANDIDATES * sizeof(uint64_t))
+    /* Scratch of each query of a tile, for each block, bytes. */
+    const size_t of_tiles = scratch ? (size_t)layout->blocks * (size_t)needs->tile_rows * SKL_STATS_SCRATCH_SIZE : 0;
+    const size_t of_top = needs->top != 0 ? (size_t)needs->top_blocks * SKL_SM90_STATS_ROWS *
+                                                SKL_STATS_TOP_CANDIDATES * sizeof(uint64_t)
                                           : 0;
     layout->slot_stride = keys + SKL_STATS_STAGE_KEYS;
     layout->heads_at =
@@ -95,19 +90,14 @@ static size_t lay_out(const choice *s, stats_needs *needs)
     return layout->scratch_at + (of_tiles > of_top ? of_tiles : of_top);
 }
 
-/* All launches of a call share these. */
-typedef struct stats_launches {
-    const choice *s;
-    skl_stats_layout layout;
-} stats_launches;
-
-/* All of them have the workspace at launches->stats_at, which the first one keeps for the others. */
-static skl_cuda_launch *add(const stats_launches *of, const char *step, const skl_cuda_kernel *kernel,
-                            skl_cuda_launcher launcher, const char *variant, const char *reason, uint32_t results)
+/* All launches of a call have the workspace at launches->stats_at, which the first one keeps for the others. */
+static skl_cuda_launch *add(const choice *s, const stats_needs *needs, const char *step,
+                            const skl_cuda_kernel *kernel, skl_cuda_launcher launcher, const char *variant,
+                            const char *reason, uint32_t results)
 {
-    skl_cuda_launch *const launch = skl_select_add(of->s, step, kernel, launcher, variant, reason);
-    launch->lse_computed = !of->s->request->lse_given;
-    launch->stats = of->layout;
+    skl_cuda_launch *const launch = skl_select_add(s, step, kernel, launcher, variant, reason);
+    launch->lse_computed = !s->request->lse_given;
+    launch->stats = needs->layout;
     launch->stats.results = results;
     return launch;
 }
@@ -154,32 +144,32 @@ void skl_select_stats(const choice *s)
     stats_needs needs = {0};
     find_needs(s, &needs, &reason, &tile_reason);
     const size_t size = lay_out(s, &needs);
-    const stats_launches of = {s, needs.layout};
     if (!given && s->some_rows)
         skl_select_add_lse(s, false, "inputs.lse_s is not given");
-    skl_cuda_launch *const clear = add(&of, "clear", &skl_cuda_general, skl_cuda_stats_clear, SKL_VARIANT_STATS_CLEAR,
-                                       "outputs and slots that later launches add to", results);
+    skl_cuda_launch *const clear =
+        add(s, &needs, "clear", &skl_cuda_general, skl_cuda_stats_clear, SKL_VARIANT_STATS_CLEAR,
+            "outputs and slots that later launches add to", results);
     skl_select_keep_workspace(s, clear, size);
     s->launches->stats_at = clear->workspace_at;
     if (needs.columns != 0 && s->some_rows) {
-        skl_cuda_launch *const launch = add(&of, "statistics", needs.kernel, needs.kernel->forward,
+        skl_cuda_launch *const launch = add(s, &needs, "statistics", needs.kernel, needs.kernel->forward,
                                             SKL_VARIANT_STATS_COLUMNS, reason, needs.columns);
         launch->stats.chunks = needs.column_chunks;
         launch->stats.blocks = (int32_t)(s->problem->batch * s->problem->heads_s * needs.column_chunks);
     }
     if (needs.top != 0 && s->some_rows) {
         skl_cuda_launch *const launch =
-            add(&of, "top keys", needs.kernel, needs.kernel->top, SKL_VARIANT_STATS_TOP, reason, needs.top);
+            add(s, &needs, "top keys", needs.kernel, needs.kernel->top, SKL_VARIANT_STATS_TOP, reason, needs.top);
         launch->stats.chunks = needs.column_chunks;
         launch->stats.blocks = needs.top_blocks;
     }
     if (needs.masses != 0 && s->some_rows)
-        (void)add(&of, needs.kernel->tma ? "masses" : "statistics", needs.tiles, needs.tiles->forward,
+        (void)add(s, &needs, needs.kernel->tma ? "masses" : "statistics", needs.tiles, needs.tiles->forward,
                   SKL_VARIANT_STATS, tile_reason != NULL ? tile_reason : reason, needs.masses);
     if (results & SKL_STATS_WEIGHTS && s->some_keys)
-        (void)add(&of, "weights", &skl_cuda_general, skl_cuda_stats_weights, SKL_VARIANT_STATS_WEIGHTS,
+        (void)add(s, &needs, "weights", &skl_cuda_general, skl_cuda_stats_weights, SKL_VARIANT_STATS_WEIGHTS,
                   "chosen rows are few", results);
     if (results & (SKL_STATS_KEY_SUM | SKL_STATS_DISTANCE_MASS | SKL_STATS_RANGE_SUM))
-        (void)add(&of, "sums", &skl_cuda_general, skl_cuda_stats_sums, SKL_VARIANT_STATS_SUMS,
+        (void)add(s, &needs, "sums", &skl_cuda_general, skl_cuda_stats_sums, SKL_VARIANT_STATS_SUMS,
                   "sums of chunks in their order", results);
 }
