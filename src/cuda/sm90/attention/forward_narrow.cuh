@@ -38,13 +38,11 @@ namespace sm90
 {
 
 template <typename ELEMENT, int DIM_A, int DIM_B, logit_form FORM, bool PERSISTENT, int WARPGROUPS = 4>
-struct narrow_forward {
+struct narrow_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, WARPGROUPS> {
     typedef narrow_shape<ELEMENT, DIM_A, DIM_B, WARPGROUPS> shape;
+    using shape::BLOCKS_PER_SM, shape::DEPTH, shape::GROUPS, shape::PRODUCER_WARP, shape::REFILL_FIRST;
+    using shape::REG_DIMS, typename shape::tile_type;
     static constexpr bool IS_PERSISTENT = PERSISTENT, CAPPED = FORM != PLAIN_LOGITS;
-    static constexpr int GROUPS = shape::GROUPS, THREADS = shape::THREADS, BLOCKS_PER_SM = shape::BLOCKS_PER_SM;
-    static constexpr int DEPTH = shape::DEPTH, REG_DIMS = shape::REG_DIMS, PRODUCER_WARP = shape::PRODUCER_WARP;
-    static constexpr bool REFILL_FIRST = shape::REFILL_FIRST;
-    typedef typename shape::tile_type tile_type;
     /* Computes no stage that is masked for all of a warpgroup's rows. With many keys the branch costs more. */
     static constexpr bool SKIPS_STAGES = BLOCKS_PER_SM > 1;
     /* The ranges of visible keys take the last bytes where few keys are allowed. */
@@ -228,7 +226,7 @@ __global__ void __launch_bounds__(FORWARD::THREADS, FORWARD::BLOCKS_PER_SM)
                    : !tile.find(params, params.num_splits, (unsigned)params.head_group))
         return;
     const int warp = warp_index();
-    forward worker = {params, maps, smem, warp / 4, warp};
+    forward worker = {{}, params, maps, smem, warp / 4, warp};
     if (warp == forward::PRODUCER_WARP)
         worker.start_loads(tile);
     const row_stream keys = keys_of_tile(params, tile, params.num_splits);

@@ -69,12 +69,11 @@ struct smem_band {
     }
 };
 
-template <typename ELEMENT, int DIM_A, int DIM_B> struct short_forward {
+template <typename ELEMENT, int DIM_A, int DIM_B>
+struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS / 64> {
     typedef narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS / 64> shape;
-    static constexpr int GROUPS = shape::GROUPS, THREADS = shape::THREADS, BLOCKS_PER_SM = shape::BLOCKS_PER_SM;
-    static constexpr int DEPTH = shape::DEPTH, REG_DIMS = shape::REG_DIMS, PRODUCER_WARP = shape::PRODUCER_WARP;
-    static constexpr bool REFILL_FIRST = shape::REFILL_FIRST;
-    typedef typename shape::tile_type tile_type;
+    using shape::DEPTH, shape::GROUPS, shape::PRODUCER_WARP, shape::REFILL_FIRST, shape::REG_DIMS;
+    using typename shape::tile_type;
     static constexpr int FINDER_WARP = PRODUCER_WARP + 1;
     /* Tiles are found that much ahead: a stage that is loaded may be of a tile DEPTH later than the current one, and
      * the warpgroup meets once in a tile. */
@@ -342,7 +341,7 @@ __global__ void __launch_bounds__(FORWARD::THREADS, FORWARD::BLOCKS_PER_SM)
     extern __shared__ __align__(1024) unsigned char raw[];
     typename FORWARD::memory &smem = *(typename FORWARD::memory *)(void *)raw;
     const int warp = warp_index();
-    FORWARD worker = {params, maps, smem, warp / 4, warp};
+    FORWARD worker = {{}, params, maps, smem, warp / 4, warp};
     worker.run();
 #endif
 }

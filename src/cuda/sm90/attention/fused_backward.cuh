@@ -47,17 +47,6 @@
 namespace sm90
 {
 
-template <typename ELEMENT>
-inline bool encode_all(fused_backward_maps *maps, const backward_params &params, int tile_rows, ELEMENT element)
-{
-    const skl_problem *const p = &params.problem;
-    return encode_queries(&maps->wrt_queries, p, wrt_of(params), tile_rows, element) &&
-           encode_queries(&maps->other_queries, p, other_of(params), tile_rows, element) &&
-           encode_keys(&maps->wrt_keys, p, wrt_of(params), STAGE_KEYS, element) &&
-           encode_keys(&maps->other_keys, p, other_of(params), STAGE_KEYS, element) &&
-           encode_dk_sums(&maps->sums, params);
-}
-
 /* f16 has no instances for gradients of A: nothing bounds them that f16 could rely on. */
 template <typename ELEMENT> constexpr bool HAS_GRAD_OF_A = true;
 template <> constexpr bool HAS_GRAD_OF_A<skl_f16> = false;
@@ -72,8 +61,14 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
 {
     constexpr bool OF_A = HAS_INSTANCE_OF_A<ELEMENT, SHAPE> && FORM != LINEAR_LOGITS;
     const bool wrt_b = is_grad_of_b(params);
+    const skl_problem *const p = &params.problem;
+    const ELEMENT element = ELEMENT();
     fused_backward_maps maps;
-    if (!(wrt_b || OF_A) || !encode_all(&maps, params, SHAPE::ROWS, ELEMENT()))
+    if (!(wrt_b || OF_A) || !encode_queries(&maps.wrt_queries, p, wrt_of(params), SHAPE::ROWS, element) ||
+        !encode_queries(&maps.other_queries, p, other_of(params), SHAPE::ROWS, element) ||
+        !encode_keys(&maps.wrt_keys, p, wrt_of(params), STAGE_KEYS, element) ||
+        !encode_keys(&maps.other_keys, p, other_of(params), STAGE_KEYS, element) ||
+        !encode_dk_sums(&maps.sums, params))
         return encode_error();
     return with_dk_sums(params, [&] {
         record_launch(kernel,

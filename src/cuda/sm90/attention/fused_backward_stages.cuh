@@ -76,7 +76,7 @@ struct fused_backward_maps {
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
-/* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
+/* Loads of the block, issued by one warp. All members are warp-uniform. */
 template <typename SHAPE> struct stage_loader {
     fused_backward_smem<SHAPE> &smem;
     const fused_backward_maps &maps;
@@ -93,17 +93,6 @@ template <typename SHAPE> struct stage_loader {
                        SHAPE::REG_DIMS / 64 * 64);
     }
 
-    __device__ void load_wrt(int stage, int row, int slab) const
-    {
-        tma_load(smem.stages[stage].wrt.slabs[slab], maps.wrt_keys, slab * 64, row, wrt_head, batch,
-                 smem.full[stage]);
-    }
-
-    __device__ void load_other(int stage, int row, int slab, uint64_t &full) const
-    {
-        tma_load(smem.stages[stage].other.slabs[slab], maps.other_keys, slab * 64, row, other_head, batch, full);
-    }
-
     /* The stage must have been released. Does nothing after the last stage. */
     __device__ void load_stage(int n) const
     {
@@ -111,13 +100,15 @@ template <typename SHAPE> struct stage_loader {
             return;
         constexpr int WRT = SLABS_OF<SHAPE::DIM>, OTHER = SHAPE::WIDE_OTHER ? 0 : SLABS_OF<SHAPE::OTHER_DIM>;
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
-        barrier_expect_tx(smem.full[stage], (WRT + OTHER) * STAGE_ROWS * 128);
+        auto &to = smem.stages[stage];
+        uint64_t &full = smem.full[stage];
+        barrier_expect_tx(full, (WRT + OTHER) * STAGE_ROWS * 128);
 #pragma unroll
         for (int slab = 0; slab < (WRT > OTHER ? WRT : OTHER); slab++) {
             if (slab < OTHER)
-                load_other(stage, row, slab, smem.full[stage]);
+                tma_load(to.other.slabs[slab], maps.other_keys, slab * 64, row, other_head, batch, full);
             if (slab < WRT)
-                load_wrt(stage, row, slab);
+                tma_load(to.wrt.slabs[slab], maps.wrt_keys, slab * 64, row, wrt_head, batch, full);
         }
     }
 
@@ -129,12 +120,6 @@ template <typename SHAPE> struct stage_loader {
         const int stage = n % smem.DEPTH, row = keys.row_at(n);
         barrier_expect_tx(smem.other_full[stage], (int)sizeof smem.stages[stage].other);
         load_slabs(smem.stages[stage].other.slabs, maps.other_keys, row, other_head, batch, smem.other_full[stage]);
-    }
-
-    /* Adds a dk warp's 16 keys of dk. */
-    __device__ void reduce_add(int n, int first_dim, int warp) const
-    {
-        reduce_add_dk(maps.sums, smem.dk, first_dim, keys, n, warp, wrt_head, batch);
     }
 };
 

@@ -134,7 +134,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
                 write_dk<DK_DIMS>(smem.dk, dk, scale * smem.unit);
                 fence_proxy_async();
                 __syncwarp();
-                loader.reduce_add(n, first_dim, warp);
+                reduce_add_dk(maps.sums, smem.dk, first_dim, loader.keys, n, warp, loader.wrt_head, loader.batch);
             }
         }
         tma_wait_read();

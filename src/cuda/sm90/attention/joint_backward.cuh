@@ -125,7 +125,8 @@ template <typename ELEMENT, typename SHAPE> struct joint_backward {
                                       which == OF_A ? scale_a : scale_b);
                     fence_proxy_async();
                     __syncwarp();
-                    loader.reduce_add(n, which, slice * DK_DIMS, buffer, warp);
+                    reduce_add_dk(maps.sums[which], smem.dk[buffer], slice * DK_DIMS, loader.keys, n, warp,
+                                  loader.key_head[which], loader.batch);
                 }
             }
         }

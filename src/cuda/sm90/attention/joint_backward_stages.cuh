@@ -54,7 +54,7 @@ struct joint_backward_maps {
 
 /* ---- TMA ---------------------------------------------------------------------------------------------------- */
 
-/* Loads of the block, issued by one warp, and reduce-adds of each dk warp. All members are warp-uniform. */
+/* Loads of the block, issued by one warp. All members are warp-uniform. */
 template <typename SHAPE> struct joint_loader {
     joint_backward_smem<SHAPE> &smem;
     const joint_backward_maps &maps;
@@ -80,12 +80,6 @@ template <typename SHAPE> struct joint_loader {
         for (int which = 0; which < ARGUMENTS; which++)
             load_slabs(smem.stages[stage][which].slabs, maps.keys[which], row, key_head[which], batch,
                        smem.full[stage]);
-    }
-
-    /* Adds a warp's 16 keys of dk. */
-    __device__ void reduce_add(int n, int which, int first_dim, int buffer, int warp) const
-    {
-        reduce_add_dk(maps.sums[which], smem.dk[buffer], first_dim, keys, n, warp, key_head[which], batch);
     }
 };
 
