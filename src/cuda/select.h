@@ -94,7 +94,7 @@ typedef struct skl_cuda_launches {
 /* What all calls of a plan have in common besides its problem. */
 typedef struct skl_cuda_target {
     skl_cuda_device device;
-    const skl_cuda_kernel *kernel; /* of aligned tensors */
+    const skl_cuda_kernel *kernel; /* kernel of calls with aligned tensors */
     int32_t named;                 /* the caller named the kernel */
     int32_t deterministic;         /* no sum in any order */
 } skl_cuda_target;

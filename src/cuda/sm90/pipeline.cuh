@@ -19,7 +19,7 @@ using namespace tensor_core;
 
 constexpr int CONSUMERS = 2;           /* consumer warpgroups, 64 stationary rows each */
 constexpr int STAGE_ROWS = 64;         /* streamed rows per pipeline stage */
-constexpr int STAGE_KEYS = STAGE_ROWS; /* the same where the streamed rows are keys */
+constexpr int STAGE_KEYS = STAGE_ROWS; /* name for streamed rows that are keys */
 typedef query_tile<2> block_tile;      /* 128 queries */
 static_assert(block_tile::ROWS == CONSUMERS * 64, "the consumer warpgroups cover the tile");
 
@@ -238,7 +238,7 @@ __device__ inline void wgmma_slabs(float (&x)[BLOCKS][4], uint32_t a, uint32_t b
                      step > 0, ELEMENT());
 }
 
-/* The same with a in registers. */
+/* The wgmmas of x = a b over DIM dimensions, with a in registers. */
 template <typename ELEMENT, int DIM, int BLOCKS>
 __device__ inline void wgmma_frags(float (&x)[BLOCKS][4], const uint32_t (*a)[4], uint32_t b)
 {

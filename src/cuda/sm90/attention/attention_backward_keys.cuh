@@ -110,7 +110,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         barrier_wait(smem.ds_empty[n & 1], (n + 3) / 2 % 2 ^ 1);
     }
 
-    /* Of all consumers' threads, two per key. Returns whether a key is not finite. */
+    /* Executed by all consumers, two threads per key. Returns whether a key is not finite. */
     __device__ bool sanitize_keys()
     {
         const int key = (int)(threadIdx.x / 2);
@@ -283,7 +283,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const int stage = n % smem.DEPTH, buffer = n % 2;
         const int q_a_stage = n % smem.Q_A_DEPTH, q_a_phase = n / smem.Q_A_DEPTH % 2;
         const stage_pair *const stats = smem.stats[stage];
-        const stage_info &info = smem.info[n % smem.INFOS]; /* of a masked stage, sanitize_stage has waited for it */
+        const stage_info &info = smem.info[n % smem.INFOS]; /* sanitize_stage has waited for a masked stage */
         const int first = MASKED ? load_again(info.row) - load_again(smem.queries.row) : 0;
         stage_logits y, dp; /* y: also X */
         issue_loaded(y, smem.k_b, smem.q_b, smem.of_q_b, n);

@@ -16,7 +16,7 @@ constexpr int STATS_WARPS = STAGE_ROWS / 32; /* the last ones of the producer */
 constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
 static_assert(CONSUMERS * KEY_WARPGROUP_REGS + PRODUCER_REGS <= (CONSUMERS + 1) * 168, "registers of a block");
 
-/* Of two adjacent queries, so that a thread loads those of its columns at once. */
+/* Row stats of two adjacent queries: a thread loads those of its columns at once. */
 struct alignas(16) stage_pair {
     float lse_b[2], shift[2], lse_a[2], weight[2];
 };
@@ -39,7 +39,7 @@ template <int DIM, int DIM_A> struct attention_backward_smem {
     row_stage<DIM> q_b[DEPTH], d_out[DEPTH];
     row_stage<DIM_A> q_a[Q_A_DEPTH];
     unsigned char ds[2][TILE_KEYS][128];  /* [key][query] */
-    unsigned char dq[2][STAGE_ROWS][128]; /* of a stage, f32: its first 64 dimensions, in slabs of 32 */
+    unsigned char dq[2][STAGE_ROWS][128]; /* first 64 dimensions of a stage, f32, in slabs of 32 */
     static_assert(CONSUMERS == 2, "dk and dv of a warpgroup leave through one of them");
     stage_pair stats[DEPTH][STAGE_ROWS / 2];
     ring_barriers<DEPTH> of_q_b;
@@ -107,7 +107,7 @@ __device__ inline void produce_stats(const attention_backward_params &params,
     const stage_schedule queries = warp_uniform(smem.queries);
     const int heads = warp_uniform(smem.heads), needed = warp_uniform(smem.queries_needed);
     const int64_t rows_per_head = params.problem.packed ? params.problem.total_q : params.problem.len_q;
-    const int row = (int)(threadIdx.x % 64); /* of the stage */
+    const int row = (int)(threadIdx.x % 64); /* index in the stage */
     const attention_row *rows = params.rows +
                                 skl_state_index(&params.problem, &smem.sequence, (int64_t)smem.key_head * heads, 0) +
                                 queries.row - smem.sequence.query_begin + row;

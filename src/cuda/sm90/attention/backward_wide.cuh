@@ -211,7 +211,7 @@ struct wide_warpgroup : gradient_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED, wide
         for (int half = 0; half < 2; half++) {
             add_sums(sums[half], of_stage[half]);
 #pragma unroll
-            for (int lane = 1; lane < 4; lane *= 2) /* of the four lanes that hold a row */
+            for (int lane = 1; lane < 4; lane *= 2) /* four lanes hold a row */
                 largest[half] = fmaxf(largest[half], __shfl_xor_sync(~0U, largest[half], lane));
         }
         unit.fit(gradient, largest);

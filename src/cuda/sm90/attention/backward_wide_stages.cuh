@@ -114,7 +114,7 @@ __device__ inline void produce_factors(const backward_params &params, wide_smem<
 {
     const stage_schedule &stream = smem.stream;
     const skl_sequence &sequence = smem.tile.sequence;
-    const int end = stream.row + smem.visible.of(smem.count - 1).end; /* of the rows that some row needs */
+    const int end = stream.row + smem.visible.of(smem.count - 1).end; /* end of the rows that some row needs */
     for (int n = 0; n < stream.stages * smem.heads; n++) {
         const int stage = n % smem.WRT_DEPTH, phase = n / smem.WRT_DEPTH % 2, s = n % stream.stages;
         const int64_t head = smem.query_head(n / stream.stages);

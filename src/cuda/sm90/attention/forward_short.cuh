@@ -95,7 +95,7 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
     memory &smem;
     /* Warp-uniform: */
     int warpgroup, warp;                                            /* indices in the block */
-    int iteration;                                                  /* of the current tile */
+    int iteration;                                                  /* index of the current tile */
     int stage, phase;                                               /* pipeline state: the next stage to consume */
     int load_row, load_count, load_batch, load_head_a, load_head_b; /* producer warp: the next stages to load */
     /* Per thread: */

@@ -110,7 +110,7 @@ template <typename LOGIT, typename X, typename Y>
 __device__ inline bool add_with_shift(skl_row_state (&state)[2], const X &x, const LOGIT &logit_a, const Y &y,
                                       const LOGIT &logit_b)
 {
-    row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
+    row_sums sums[2], right[2]; /* sums of the first 32 keys, and of the last 32 */
 #pragma unroll
     for (int n = 0; n < 4; n++) {
         const auto factors_x = factors_of(x, n), right_x = factors_of(x, n + 4);
@@ -171,7 +171,7 @@ __device__ inline void add_full(skl_row_state (&state)[2], const X &x, float sca
 __device__ inline bool add_linear(skl_row_state (&state)[2], const stage_logits &x, float scale_a,
                                   const stage_logits &y)
 {
-    row_sums sums[2], right[2]; /* of the first 32 keys and of the last 32 */
+    row_sums sums[2], right[2]; /* sums of the first 32 keys, and of the last 32 */
     float smallest[2] = {FLT_MAX, FLT_MAX};
     const float factor[2] = {ex2(-state[0].m_b), ex2(-state[1].m_b)};
     const auto add = [&](row_sums &to, float product_a, float product_b, int half, bool first) {

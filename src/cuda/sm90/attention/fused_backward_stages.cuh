@@ -49,19 +49,19 @@ template <typename SHAPE> struct fused_backward_smem : SHAPE {
         row_stage<SHAPE::OTHER_DIM> other;
     } stages[DEPTH];
     unsigned char g[2][SHAPE::ROWS][128];                   /* [query][key] */
-    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* of a stage, f32: slabs of 32 dimensions */
+    unsigned char dk[SHAPE::DK_DIMS / 32][STAGE_KEYS][128]; /* dk of a stage, f32: slabs of 32 dimensions */
     smem_rows<SHAPE::OTHER_SLABS, SHAPE::ROWS> other_queries;
     uint64_t queries_full, full[DEPTH], sanitized[DEPTH], g_full[2], g_empty[2];
     typename SHAPE::tile_type tile; /* in shared memory to save registers */
     int count;                      /* queries of the tile that exist */
     stage_schedule keys;
     row_ranges<SHAPE::ROWS> visible;
-    float unit;                                         /* of G */
+    float unit;                                         /* unit of G */
     int in_units;                                       /* whether all upstream gradients are the unit */
     float poison[DEPTH][STAGE_KEYS];                    /* NaN for non-finite keys of the wrt argument, else 0 */
     row_stats stats[SHAPE::ROWS];                       /* LSEs in base 2, upstream gradients divided by the unit */
     uint64_t other_full[SHAPE::WIDE_OTHER ? DEPTH : 1]; /* WIDE_OTHER: `full` is of the wrt argument alone */
-    typename SHAPE::totals_type totals;                 /* of the KL */
+    typename SHAPE::totals_type totals;                 /* sums of the KL */
 
     template <typename ELEMENT> __device__ bool sanitize_key(int stage, int row)
     {

@@ -30,9 +30,9 @@ struct group_backward_block {
     static constexpr int THREADS = 128 * (DQ_GROUPS + 2), ROWS = TILE_QUERIES;
 };
 
-constexpr int DK_DIMS = 64; /* of dk at a time */
+constexpr int DK_DIMS = 64; /* dimensions of dk at a time */
 
-/* Of a query, by the LSE of the student. */
+/* Row stats of a query. */
 struct alignas(16) student_stats {
     float lse, low, grad; /* LSE in base 2 as two floats; upstream gradient divided by the unit, times 2^-low */
     int key_begin;        /* first visible key, counted as in row_stream */
@@ -50,8 +50,8 @@ template <int DIM_S> struct group_backward_smem {
     block_tile tile; /* this and the rest are in shared memory to save registers */
     int count;
     stage_schedule keys;
-    int key_ends[TILE_QUERIES]; /* of visible keys; they begin at student_stats.key_begin: every byte counts here */
-    float unit;                 /* of G */
+    int key_ends[TILE_QUERIES]; /* ends of visible keys; student_stats has the begins: every byte counts here */
+    float unit;                 /* unit of G */
 };
 
 template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_smem<DIM_S>) + 1023) / 1024 * 1024;

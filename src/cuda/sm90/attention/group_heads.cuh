@@ -170,7 +170,7 @@ template <int DIM_T, int DIM_S, int KEYS> struct group_loader {
                 load_teacher_keys(slot, n, row);
     }
 
-    /* Those of the student in stage n. */
+    /* Keys of the student in stage n. */
     __device__ void load_student_keys(int n, int row) const
     {
         barrier_wait(barriers.keys_s_empty, n % 2 ^ 1);
@@ -234,8 +234,8 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
     uint32_t queries; /* operand: the warpgroup's rows of head 0 */
     int depth;
     const skl_cuda_argument &argument;
-    teacher_lse lse[2]; /* of the thread's two rows */
-    float low[2];       /* of their references */
+    teacher_lse lse[2]; /* LSEs of the thread's two rows */
+    float low[2];       /* low parts of their references */
     slot_state issued, completed;
 
     __device__ void issue(logits &x, int n)

@@ -48,7 +48,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_backward {
     int warpgroup; /* warp-uniform */
     float dq_a[DIM / 8][4], dq_b[DIM / 8][4];
 
-    typedef float logits[SHAPE::KEYS / 8][4];     /* of KEYS keys */
+    typedef float logits[SHAPE::KEYS / 8][4];     /* logits of KEYS keys */
     typedef uint32_t g_frag[SHAPE::KEYS / 16][4]; /* G of KEYS keys as A operands */
 
     __device__ static bool find(const backward_params &params, memory &, block_tile &tile, row_stream &keys)

@@ -96,7 +96,7 @@ __device__ inline bool is_linear(const stage_logits &y, const skl_cuda_params &p
     return __all_sync(~0U, fminf(smallest[0], smallest[1]) >= FLT_MIN);
 }
 
-/* The same for both arguments. */
+/* Whether the polynomials cover all of the warp's products of both arguments. */
 __device__ inline bool polynomials_cover(const stage_logits &x, const skl_cuda_argument &of_x, const stage_logits &y,
                                          const skl_cuda_argument &of_y)
 {
