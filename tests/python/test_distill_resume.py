@@ -99,7 +99,9 @@ def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
 def test_resume_extends_a_finished_run(folder, capsys):
     held_out = dict(held_out=folder / "data.npy")
     assert run(folder, "extended", **FAST, **held_out, steps=3) == 0
-    assert run(folder, "extended", "--resume", needles=1, eval_sequences=2, **held_out, steps=5) == 0  # these may change
+    assert (
+        run(folder, "extended", "--resume", needles=1, eval_sequences=2, **held_out, steps=5) == 0
+    )  # these may change
     log = [json.loads(line) for line in (folder / "extended/log.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
     # The rate is that of a run of 5 steps.

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import OnGpu
 
 from streamkl import _sdpa
 from streamkl._attention_kl import lses_first
@@ -36,12 +37,6 @@ def calls(monkeypatch):
         monkeypatch.setattr(torch.ops.aten, name, kernel(name))
     monkeypatch.setattr(_sdpa, "_prefers_cudnn", lambda *_: False)
     return found
-
-
-class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    is_cuda, device = True, torch.device("cuda", 0)
 
 
 def fake(*shape, dtype=torch.bfloat16):
@@ -102,19 +97,22 @@ def test_the_fastest_kernel_is_cudnns(calls, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("asked, window", [(dict(causal=True, window_size=(5, -1)), (5, 0)), (dict(window_size=(0, 3)), (0, 3))])
-def test_windows_run_flash_attention(layout, asked, window, calls):
-    lengths, options = translate(CarriedOptions, 0, dict(layout=layout, softmax_scale=0.5, **asked))
-    q, k = (fake(2, length, 4, 64) for length in (9, 16))
+@pytest.mark.parametrize("causal, window, len_k", [(True, (0, 0), 9), (True, (5, 0), 16), (False, (0, 3), 16)])
+def test_windows_run_flash_attention(layout, causal, window, len_k, calls):
+    lengths, options = translate(
+        CarriedOptions, 0, dict(layout=layout, softmax_scale=0.5, causal=causal, window_size=window)
+    )
+    q, k = fake(2, 9, 4, 64), fake(2, len_k, 4, 64)
     if layout == "bhnd":
         q, k = q.transpose(1, 2), k.transpose(1, 2)
     output, lse = _sdpa.attend(q, k, k, lengths, options)
     assert output.shape == q.shape and lse.shape == (2, 4, 9)
     ((called, given),) = calls
     assert called == "_flash_attention_forward"
-    assert [given[name].shape for name in ("query", "key", "value")] == [(2, 9, 4, 64), (2, 16, 4, 64), (2, 16, 4, 64)]
-    expected = dict(cum_seq_q=None, cum_seq_k=None, max_q=9, max_k=16, dropout_p=0.0, return_debug_mask=False, scale=0.5)
-    expected |= dict(is_causal=options.causal, window_size_left=window[0], window_size_right=window[1])
+    keys = (2, len_k, 4, 64)
+    assert [given[name].shape for name in ("query", "key", "value")] == [(2, 9, 4, 64), keys, keys]
+    expected = dict(cum_seq_q=None, cum_seq_k=None, max_q=9, max_k=len_k, dropout_p=0.0, return_debug_mask=False, scale=0.5)
+    expected |= dict(is_causal=causal, window_size_left=window[0], window_size_right=window[1])
     assert expected.items() <= given.items()
 
 
