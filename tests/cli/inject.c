@@ -42,9 +42,16 @@ typedef int start_function(main_function *main, int argc, char **argv, void (*in
 
 static main_function *main_of_the_tool;
 
-/* Calls count from here: what runs before, such as the registration of GPU kernels, is not the tool's. */
+static void stop(void)
+{
+    plan.active = false;
+}
+
+/* Calls count from here to the end of the tool's exit handlers. What runs before, such as the registration of GPU
+ * kernels, and after, such as the writing of branch counts, is not the tool's. */
 static int planned_main(int argc, char **argv, char **environment)
 {
+    atexit(stop);
     const char *const text = getenv("STREAMKL_INJECT");
     plan.active = text && sscanf(text, "%15s %ld %15s", plan.call, &plan.number, plan.action) == 3;
     return main_of_the_tool(argc, argv, environment);

@@ -19,6 +19,12 @@ NAMES = ("q_t", "k_t", "q_s", "k_s")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU: tensor.as_subclass(OnGpu)."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+
 def make_tensors(
     batch=2, len_q=19, len_k=23, heads_t=4, heads_s=2, key_heads_t=2, key_heads_s=1, dim_t=8, dim_s=5,
     layout="bnhd", packed=False, dtype=torch.float32, device="cpu", seed=0,

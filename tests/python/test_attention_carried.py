@@ -47,10 +47,11 @@ def test_compiled_code_has_no_graph_break(name):
     check_compiled(**CASES[name])
 
 
-def test_compiled_code_apart(monkeypatch):
+@pytest.mark.parametrize("name", ["gqa", "reverse"])
+def test_compiled_code_apart(name, monkeypatch):
     monkeypatch.setattr(streamkl._traced_attention, "supports", lambda *_: False)
     monkeypatch.setattr(streamkl._traced_attention, "carries_kl", lambda *_: False)
-    check_compiled(**CASES["gqa"])
+    check_compiled(**CASES[name])
 
 
 def test_compiled_code_takes_other_lengths():
@@ -88,6 +89,13 @@ def test_gradients_without_the_value(name, apart, monkeypatch):
     if name == "causal":
         with pytest.raises(RuntimeError, match="kl_value=False"):
             handle.kl
+
+
+def test_the_backward_runs_once():
+    out, _ = Call(causal=True).attention()
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="the backward runs once and frees the teacher: no retain_graph=True"):
+        out.sum().backward()
 
 
 def test_given_lse_is_used():

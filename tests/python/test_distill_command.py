@@ -3,12 +3,16 @@
 import gzip
 import importlib.util
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import browser
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights
 from safetensors.torch import load_file
 from hf_models import bert, kl_from_attentions, llama
@@ -59,6 +63,7 @@ def test_held_out_kl_is_that_of_the_attention_weights(folder, trained):
     for pair in range(2):
         assert np.mean(found["kl_head"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-6)
         assert np.mean(found["kl_position"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-4)
+        assert len(found["kl_position"][pair]) == 16
         assert sum(found["kl_distance"][pair]) == pytest.approx(found["kl_layer"][pair], rel=1e-4)
     logits = student(input_ids=ids).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
@@ -81,6 +86,11 @@ def test_writes(trained):
 def test_options_of_a_run_repeat_it(folder, trained):
     assert main(["--options", str(trained / "options.toml"), "--no-control", "--out", str(folder / "again")]) == 0
     assert same(trained, folder / "again")
+
+
+def test_a_file_of_options_has_all_but_those_of_a_call(tmp_path):
+    (tmp_path / "options.toml").write_text(Options().as_toml())
+    assert {*read_toml(str(tmp_path / "options.toml"))} == {*vars(Options())} - {"resume", "overwrite", "dry_run"}
 
 
 def test_eval_repeats_the_evaluation(folder, trained, capsys):
@@ -156,18 +166,26 @@ def training_section(folder):
 
 
 def test_dry_run_writes_nothing(folder, capsys):
-    assert run(folder, "dry", "--dry-run") == 0
+    assert run(folder, "dry", "--dry-run", steps=60_000) == 0
     assert not (folder / "dry").exists()
     printed = capsys.readouterr().out
     for words in ("teacher  LlamaForCausalLM", "18 sequences of 48 tokens; 2 sequences held out",
-                  "model.layers.1.self_attn (2 heads) learns from model.layers.3.self_attn (4 heads); 0.0% of the", "s per step of 96 tokens: 6 steps take"):  # fmt: skip
+                  "model.layers.1.self_attn (2 heads) learns from model.layers.3.self_attn (4 heads); 0.0% of the", "s per step of 96 tokens: 60000 steps take"):  # fmt: skip
         assert words in printed, printed
+    assert "report.html" not in printed
+    seconds, hours, minutes = re.search(r"([\d.e-]+) s per step .* take (?:(\d+) h )?(\d+) min", printed).groups()
+    assert 60 * int(hours or 0) + int(minutes) == pytest.approx(1000 * float(seconds), rel=0.01, abs=1)
 
 
-def test_accumulation_is_a_larger_batch(folder):
+def test_accumulation_is_a_larger_batch(folder, monkeypatch):
+    """Processes add their gradients in the last backward of a step."""
     common = dict(steps=2, needles=0, eval_sequences=1)
     assert run(folder, "whole", "--batch", "4", **common) == 0
+    calls, own = [], Accelerator.backward
+    monkeypatch.setattr(Accelerator, "no_sync", lambda *_: calls.append("no_sync") or nullcontext())
+    monkeypatch.setattr(Accelerator, "backward", lambda self, loss: calls.append("backward") or own(self, loss))
     assert run(folder, "parts", "--batch", "2", "--accumulate", "2", **common) == 0
+    assert calls == 2 * ["no_sync", "backward", "backward"]
     a, b = weights(folder / "whole"), weights(folder / "parts")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
@@ -232,6 +250,19 @@ def test_start_context():
     lengths = [Options(context=64, start_context=8, steps=150).length_at(step) for step in range(150)]
     assert lengths == [8] * 80 + [16] * 40 + [32] * 20 + [64] * 10
     assert {Options(context=64, steps=9).length_at(step) for step in range(9)} == {64}
+
+
+def test_lengths_of_the_retrieval_test():
+    assert [Options(context=context).lengths for context in (64, 3, 1)] == [[16, 32, 64], [1, 3], [1]]
+    assert Options(context=64, needle_lengths=[8]).lengths == [8]
+
+
+def test_the_rate_warms_up():
+    with_it, without = (
+        [loop.Run._rate(SimpleNamespace(options=Options(steps=10, warmup=warmup)), step) for step in range(10)]
+        for warmup in (0.3, 0.0)
+    )
+    assert np.divide(with_it, without) == pytest.approx([1 / 3, 2 / 3, *[1] * 8])
 
 
 def test_short_sequences_are_parts_of_long_ones(folder):
@@ -361,7 +392,7 @@ def test_retrieval_counts_the_rows_of_the_teacher():
 class Words:
     """A tokenizer: one token per letter, between 1 and 2."""
 
-    eos_token_id, sep_token_id = 3, None
+    eos_token_id, sep_token_id = 3, 4
 
     def __call__(self, text, add_special_tokens=True, **_):
         ids = [ord(letter) - ord("a") + 10 for letter in text]

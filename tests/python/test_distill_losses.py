@@ -47,12 +47,27 @@ def test_losses_and_gradients(monkeypatch, logits, weights, bias):
     torch.testing.assert_close(rows["language"].sum() / (BATCH * (LENGTH - 1)), expected[1].detach())
 
 
-def test_hidden_states_that_are_logits():
+@pytest.mark.parametrize("logits, lengths", [(1, [1] * 33), (7 * VOCABULARY, [7, 7, 7, 7, 5]), (1 << 26, [33])])
+def test_chunks(monkeypatch, logits, lengths):
+    monkeypatch.setattr(chunked, "LOGITS", logits)
+    _, _, hidden_t, hidden_s, labels = problem()
+    for given in hidden_t, None:
+        chunks = list(chunked._chunks(VOCABULARY, given, hidden_s, labels))
+        assert [len(rows) for _, rows, _ in chunks] == [len(part) for _, _, part in chunks] == lengths
+        assert [None if rows is None else len(rows) for rows, _, _ in chunks] == [
+            given if given is None else n for n in lengths
+        ]
+
+
+def test_hidden_states_that_are_logits(monkeypatch):
+    sizes, own = [], chunked._chunks
+    monkeypatch.setattr(chunked, "_chunks", lambda size, *given: sizes.append(size) or own(size, *given))
     head_t, head_s, hidden_t, hidden_s, labels = problem()
     logits_t, logits_s = head_t(hidden_t).detach(), head_s(hidden_s).detach().requires_grad_()
     identity = torch.nn.Identity()
     expected = sum(whole(identity, identity, logits_t, logits_s, labels))
     total = chunked.output_losses(identity, identity, logits_t, logits_s, labels, (1.0, 1.0), BATCH * (LENGTH - 1))[0]
+    assert sizes == [VOCABULARY]
     a, b = (torch.autograd.grad(each, logits_s)[0] for each in (total, expected))
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 

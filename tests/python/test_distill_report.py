@@ -35,6 +35,11 @@ def test_report_is_complete_and_self_contained(report):
         "Does the student use the whole context?", "Perplexity", "How far do they look?", "Attention maps",
         "Where does the KL come from?", "Training", "Reproducing this run",
     ]  # fmt: skip
+    assert document["lead"].startswith(
+        "A student with 2 layers of 2 heads, compared with its teacher with 4 layers of 4 heads, after 3 steps, on 2 held-out"
+    )
+    for bars in [block for block in document["sections"][2]["blocks"] if block["kind"] == "bars"]:
+        assert bars["top"] == max(share for series in bars["series"] for share in series["y"])
     (choice,) = document["sections"][3]["blocks"]
     assert [option["name"] for option in choice["choices"]] == [
         "0, learns from teacher layer 1",
@@ -51,7 +56,12 @@ def test_report_is_complete_and_self_contained(report):
     tables = [block for block in document["sections"][4]["blocks"] if block.get("heat")]
     brightest = max(number for table in tables for row in table["rows"] for number in row[2:])
     assert len(tables) == 3 and {table["heat"] for table in tables} == {brightest}  # one scale
-    command = document["sections"][-1]["blocks"][0]["text"]
+    command, options = document["sections"][-1]["blocks"]
+    assert options["plain"] and [name for name, _ in options["rows"][-2:]] == [
+        "parameters of the teacher",
+        "parameters of the student",
+    ]
+    command = command["text"]
     assert "--student-layers 2" in command and "--control" in command and "script><b>&" in command
 
 

@@ -81,11 +81,12 @@ def test_weights_without_a_gradient(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_writes_a_checkpoint(folder, monkeypatch, capsys, number):
-    out = f"stopped-{number}"
+    out, handler = f"stopped-{number}", signal.getsignal(number)
     with monkeypatch.context() as patched:
         stop_at(patched, 2, lambda: os.kill(os.getpid(), number))
         assert run(folder, out, **HOW, checkpoint_every=0) == 130
     assert "stopped at step 3 of 6; continue with --resume" in capsys.readouterr().err
+    assert signal.getsignal(number) is handler
     assert run(folder, out, "--resume", **HOW, checkpoint_every=0) == 0
     assert same(folder / "whole", folder / out)
 
@@ -96,14 +97,19 @@ def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
 
 
 def test_resume_extends_a_finished_run(folder, capsys):
-    assert run(folder, "extended", **FAST, steps=3) == 0
-    assert run(folder, "extended", "--resume", **FAST, steps=5) == 0
+    held_out = dict(held_out=folder / "data.npy")
+    assert run(folder, "extended", **FAST, **held_out, steps=3) == 0
+    assert (
+        run(folder, "extended", "--resume", needles=1, eval_sequences=2, **held_out, steps=5) == 0
+    )  # these may change
     log = [json.loads(line) for line in (folder / "extended/log.jsonl").read_text().splitlines()]
     assert [entry["step"] for entry in log] == [1, 2, 3, 4, 5]
     # The rate is that of a run of 5 steps.
     assert log[3]["rate"] == pytest.approx(3e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi * 3 / 5))))
-    assert run(folder, "extended", "--resume", **FAST, steps=4) == 2
+    assert run(folder, "extended", "--resume", **FAST, **held_out, steps=4) == 2
     assert "--steps=4: " in (error := capsys.readouterr().err) and "has taken 5 steps: must be 5.." in error
+    assert run(folder, "extended", "--resume", needles=0, eval_sequences=0, **held_out, steps=6) == 0
+    assert "held-out sequences" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option, message", [

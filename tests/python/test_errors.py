@@ -106,6 +106,9 @@ def test_row_weight_shape():
         for reduction in ("mean", "sum", "none"):
             with pytest.raises(ValueError, match=r"row_weight: shape \[2, 18\] must be \[2, 19\] or \[2, 2, 19\]"):
                 streamkl.attention_kl(*make_tensors(), row_weight=torch.ones(2, 18), reduction=reduction, **options)
+    q_t, k_t, q_s, k_s = make_tensors()
+    with pytest.raises(ValueError, match=r"q_s: shape \[19, 2, 5\] must"):
+        streamkl.attention_kl(q_t, k_t, q_s[0], k_s, row_weight=torch.ones(2, 19))
 
 
 @pytest.mark.parametrize("bounds, message", [
@@ -127,6 +130,7 @@ def test_cu_seqlens_of_the_keys():
     for bounds, message in (
         (torch.tensor([0, 9, 2**32 + 23]), r"cu_seqlens_k\[2\]=4294967319: must be -2147483648..2147483647"),
         (torch.tensor([0.0, 9.0, 23.0]), r"cu_seqlens_k: dtype torch.float32 must be torch.int32 or torch.int64"),
+        (torch.tensor([], dtype=torch.int32), r"cu_seqlens_k: torch.int32 of shape \[0\] must be .* of shape \[sequences \+ 1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             streamkl.attention_kl(*tensors, cu_seqlens_q=CU, cu_seqlens_k=bounds)
@@ -180,6 +184,7 @@ BAD_INDEXERS = {
         lambda t: t[..., :2],
         r"q_s \[2, 19, 3, 5\] and w_s \[2, 19, 1, 2\]: 3 index query heads must be 1 student heads x 2 weights",
     ),
+    "no student head": ("w_s", lambda t: t[:, :, :0], r"w_s: must have at least one student head"),
     "student heads": ("w_s", lambda t: t.transpose(2, 3), r"4 teacher heads must be a multiple of 3 student heads"),
     "key heads": ("k_s", lambda t: t.expand(2, 23, 2, 5), r"w_s has 1 heads: must be a multiple of the 2 heads of k_s"),
     "large index": (
@@ -234,6 +239,7 @@ def test_index_heads():
 
 
 LENGTHS = torch.tensor([0, 7, 7, 20])
+ROWS = torch.arange(20, dtype=torch.int32).expand(2, 20)
 LSE_CASES = {
     "dense": dict(),
     "causal window": dict(causal=True, window_size=(4, 0)),
@@ -241,6 +247,7 @@ LSE_CASES = {
     "key lengths": dict(key_lengths=torch.tensor([9, 20])),
     "heads first": dict(layout="bhnd", causal=True),
     "packed": dict(cu_seqlens_q=LENGTHS, cu_seqlens_k=LENGTHS, causal=True),
+    "row bounds": dict(key_begin=(ROWS - 6).clamp(min=0), key_end=ROWS),
 }
 
 
@@ -256,7 +263,8 @@ def test_check_lse(case, monkeypatch):
     loss = streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, check_lse=True, **options)
     torch.testing.assert_close(loss, plain)
     streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s * 1.4427, **options)  # of base 2: nothing tells
-    with pytest.raises(ValueError, match=r"lse_s: .* row 0, head 0 must be .* \(natural logarithm\)"):
+    first = 5 if case == "row bounds" else 0  # row 0 attends to no key
+    with pytest.raises(ValueError, match=rf"lse_s: .* row {first}, head 0 must be .* \(natural logarithm\)"):
         streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s * 1.4427, check_lse=True, **options)
     monkeypatch.setenv("STREAMKL_CHECK_LSE", "1")
     with pytest.raises(ValueError, match="lse_t: .* must be"):

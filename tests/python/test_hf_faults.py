@@ -6,6 +6,7 @@ import pytest
 import torch
 from hf_models import batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
 
+from streamkl import Parallel
 from streamkl.hf import AttentionDistiller
 
 
@@ -242,6 +243,11 @@ def test_teacher_and_student_are_two_models():
         (dict(relation_heads=2, relations=("vv",), head_map=[0]), "relation_heads=2: needs relations .*, and no head_map"),
         (dict(relation_heads=0, relations=("vv",)), "relation_heads=0: must be None or a whole number, at least 1"),
         (dict(relation_heads=True, relations=("vv",)), "relation_heads=True: must be None or a whole number"),
+        (dict(relation_heads=2, relations=("vv",), row_weight="far"), "relation_heads=2: needs row_weight=None and head_weight=None"),
+        (dict(relation_heads=2, relations=("vv",), head_weight=[1, 1]), "relation_heads=2: needs row_weight=None and head_weight=None"),
+        (dict(layer_weight={1: -1.0}), "layer_weight=.*: must not be negative"),
+        (dict(parallel=Parallel(tensor_group="a group")), "parallel: a distiller takes context_group alone"),
+        (dict(parallel=Parallel(loss_group="a group")), "parallel: a distiller takes context_group alone"),
         (dict(temperature=0), "temperature=0: must be a positive number"),
         (dict(direction="both"), "direction='both': must be 'forward' or 'reverse'"),
     ],

@@ -1,16 +1,21 @@
 """The first batch proves the model of every layer: an attention that does anything else is refused, with the reason."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from cases import OnGpu
 from hf_models import batch, gemma2, gpt_oss, llama, llama4, loss_of
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from streamkl.hf import AttentionDistiller, capture
+from streamkl.hf import AttentionDistiller, _proof, capture
 from streamkl.hf._keys import Refused, keys_in_window, keys_of_function, keys_of_sequences, keys_of_tensor
+from streamkl.hf._layers import _of_layers, _read_flash
+from streamkl.hf._pair_proof import _prove
+from streamkl.hf._pairs import RowCache
 
 # ---- Attention that differs from its arguments -----------------------------------------------------------------------
 
@@ -216,6 +221,11 @@ def _same(keys, shown):
     assert torch.equal(keys.of_rows(torch.arange(keys.len_q))[:, 0].expand_as(shown), shown)
 
 
+def test_keys_with_other_gaps_differ():
+    a, b, c = (keys_of_tensor(torch.tensor([[1, *gap, 1]]), 4, 4) for gap in ([1, 0], [0, 1], [1, 0]))
+    assert a.equals(c) and not a.equals(b)
+
+
 def test_closed_forms_are_those_of_the_evaluation():
     from transformers import masking_utils as masks
 
@@ -315,6 +325,61 @@ def test_flex_attention():
     _same(keys_of_function(block.mask_mod, 2, 9, 9, "cpu"), torch.ones(2, 9, 9).tril().triu(-2).bool())
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 4, 9]])
+@pytest.mark.parametrize("mask", [None, [[1] * 7 + [0] * 2]])
+@pytest.mark.parametrize("causal, window", [(False, None), (False, 3), (True, None), (True, 3)])
+def test_flash_attention_takes_its_keys_as_arguments(causal, window, mask, bounds):
+    token = torch.arange(9)
+    apart, shown = token[:, None] - token, torch.ones(1, 9, 9, dtype=torch.bool)
+    shown &= (apart >= 0) | (not causal)
+    shown &= apart.abs() < (window or 9)
+    if mask is not None:
+        mask = torch.tensor(mask)
+        shown &= mask.bool()[:, None]
+    if bounds is not None:
+        shown &= (token[:, None] < 4) == (token < 4)
+        bounds = torch.tensor(bounds)
+    _same(_read_flash(mask, causal, window, bounds, 9, 9, "cpu"), shown)
+
+
+@pytest.mark.parametrize("model", ["teacher", "student"])
+def test_a_pair_is_proven_on_the_queries_of_both_models(model):
+    """Also where neither gives LSEs."""
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**batch())
+        pair = next(iter(distiller.pairs().values()))
+        tensors, options, rows = pair.arguments_to_prove(RowCache())
+        at = 0 if model == "teacher" else 2
+        other = [*tensors[:at], tensors[at].roll(1, -1), *tensors[at + 1 :]]
+        with pytest.raises(RuntimeError, match="would be compared with other queries"):
+            _prove(pair, other, {**options, "lse_t": None, "lse_s": None}, rows)
+
+
+def test_calls_of_one_layer():
+    """One with two sets of values has the same queries and keys twice; one in parts has parts of its queries."""
+    twice, parts, plain = (torch.randn(2, 1, 4, 8) for _ in range(3))
+    calls = [
+        SimpleNamespace(module=module, query=query, key=key)
+        for module, query, key in (
+            ("twice", twice, twice), ("twice", twice, twice), ("parts", parts[:1], parts[:1]), ("parts", parts[1:], parts[1:]),
+            ("plain", plain, plain), ("again", plain[:1], plain),
+        )
+    ]  # fmt: skip
+    assert [(call.module, count) for call, count in _of_layers(calls)] == [
+        ("twice", 1), ("parts", 2), ("plain", 1), ("again", 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tf32_of_a_gpu_widens_the_bound_of_f32(dtype, allowed, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=allowed))
+    output = torch.zeros(1, dtype=dtype).as_subclass(OnGpu)
+    bound = _proof._Proof._bound(SimpleNamespace(output=output, call=SimpleNamespace(query=output)))
+    assert bound == (_proof._TF32 if allowed and dtype == torch.float32 else _proof._ROUNDING[dtype])
+
+
 def test_captured_layers_say_why(monkeypatch):
     student = llama()
     with capture(student) as layers, torch.no_grad():
@@ -322,3 +387,9 @@ def test_captured_layers_say_why(monkeypatch):
         mask[..., ::2] &= torch.arange(17)[:, None] % 2 == 0
         student(**dict(batch(), attention_mask=mask))
     assert "more than one range" in layers[0].refusal and copy.copy(layers[0]).keys is None
+    transformers.AttentionInterface.register("odd", _another_scale)
+    transformers.AttentionMaskInterface.register("odd", eager_mask)
+    student.set_attn_implementation("odd")
+    with capture(student) as layers, torch.no_grad():
+        student(**batch())
+    assert "its scale is 1, not 0.35" in layers[0].refusal

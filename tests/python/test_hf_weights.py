@@ -199,3 +199,8 @@ def test_what_is_refused(options, message):
 def test_as_many_weights_as_heads():
     with pytest.raises(ValueError, match="student layer 0 and .*: head_weight has 2 weights: must be 4"):
         loss_of(llama(), llama(), batch(), head_weight=[1, 2])
+
+
+def test_one_layer_counts():
+    with pytest.raises(ValueError, match=r"layer_weight=.*: at least one of the layers \[0, 1\] must count"):
+        loss_of(llama(), llama(), batch(), layer_weight={0: 0.0, 1: 0.0})

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from cases import LONG, make_tensors
 from parallel_one_device import check_group_of_one_rank, check_shards
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import streamkl
 from streamkl import Parallel
@@ -143,6 +144,30 @@ def test_shards_of_one_rank(one_rank):
 def test_something_else_than_a_group(name):
     with pytest.raises(ValueError, match=f"parallel.{name}='cuda': must be a torch.distributed process group"):
         streamkl.attention_kl(*make_tensors(), parallel=Parallel(**{name: "cuda"}))
+
+
+def test_groups_without_this_rank_and_meshes_of_two_dimensions(one_rank):
+    for group, message in (
+        (dist.GroupMember.NON_GROUP_MEMBER, "parallel.context_group: this rank is not in the group"),
+        (dist.init_device_mesh("cpu", (1, 1)), "parallel.context_group: a mesh of 2 dimensions must have one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            streamkl.attention_kl(*make_tensors(), parallel=Parallel(group))
+
+
+def test_dtensors_that_are_refused(one_rank):
+    mesh, other = dist.init_device_mesh("cpu", (1,)), dist.init_device_mesh("cpu", (1, 1))
+    tensors = [distribute_tensor(tensor, mesh) for tensor in make_tensors()]
+    lse_t = torch.zeros(2, 4, 19)
+    for changed, options, message in (
+        ([distribute_tensor(make_tensors()[3], other)], {}, "k_s: must be on the mesh of q_t"),
+        ([make_tensors()[3]], {}, "k_s: a plain tensor with DTensors: must be a DTensor, too"),
+        (tensors[3:], dict(cu_seqlens_q=torch.tensor([0, 19])), "cu_seqlens_q: packed sequences have no batch to shard"),
+        (tensors[3:], dict(parallel=Parallel(loss_group=one_rank)), "parallel.loss_group: DTensors bring their own groups"),
+        (tensors[3:], dict(lse_t=distribute_tensor(lse_t, mesh, [Shard(1)])), r"lse_t: S.*1\) must be R.*, as the tensors are split by all"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            streamkl.attention_kl(*tensors[:3], *changed, **options)
 
 
 def test_something_else_than_parallel(one_rank):

@@ -128,6 +128,13 @@ def test_against_the_matrix(case, dtype):
     check(given, exact._replace(lse=None))
 
 
+def test_any_strides():
+    q, k = tensors()
+    arrays = dict(sink=torch.randn(4, 2)[:, 1], key_lengths=torch.tensor([[53, 0], [20, 0]], dtype=torch.int32)[:, 0])
+    strided = (each.transpose(1, 3).contiguous().transpose(1, 3) for each in (q, k))
+    check(attention_stats(*strided, want=("key_sum", "lse"), **arrays), expected(q, k, **arrays))
+
+
 MATRIX_OPTIONS = ("causal", "window_size", "softmax_scale", "softcap", "sink", "key_lengths", "key_begin", "key_end")
 
 
@@ -210,6 +217,7 @@ BAD = {
     "range": (dict(want=["range_sum"], key_ranges=[(0, 54)]), r"key_ranges\[0, 0\]=0..54: must be 0 <= begin <= end <= 53"),
     "chosen": (dict(want=["weights"]), "chosen_rows=None: weights need it"),
     "chosen type": (dict(want=["weights"], chosen_rows=[0.5]), "chosen_rows: torch.float32 on cpu must be torch.int32 or"),
+    "chosen shape": (dict(want=["weights"], chosen_rows=[[1], [2], [3]]), r"chosen_rows: shape \[3, 1\] must be \[rows\] or \[2, rows\]"),
     "chosen row": (dict(want=["weights"], chosen_rows=[37]), r"chosen_rows\[0, 0\]=37: must be -1 \(none\) or a row"),
     "lse": (dict(want=["lse"], lse=torch.zeros(2, 4, 37)), 'want: must not contain "lse" if lse is given'),
     "lse shape": (dict(lse=torch.zeros(2, 4, 36)), r"lse: shape \[2, 4, 36\] must be \[2, 4, 37\]"),

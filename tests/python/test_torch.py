@@ -170,6 +170,13 @@ def test_transforms_are_refused(name, function):
                 loss(torch.autograd.forward_ad.make_dual(torch.randn_like(q), q))
 
 
+def test_a_transform_of_other_tensors():
+    q, x = torch.randn(1, 5, 2, 8), torch.arange(3.0)
+    loss = streamkl.attention_kl(q, q, q.roll(1, 1), q)
+    found = torch.func.vmap(lambda x: x * streamkl.attention_kl(q, q, q.roll(1, 1), q))(x)
+    torch.testing.assert_close(found, x * loss)
+
+
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_backward_twice_with_retain_graph(one_pass):
     tensors = make_tensors()

@@ -140,16 +140,18 @@ def _measures(after: Evaluation) -> dict[str, Callable[[Evaluation], str]]:
     if after.language:
         of_teacher = _mean(after.language["teacher"])
         found[f"language loss, nats (teacher {of_teacher})"] = lambda each: _mean(each.language["student"])
-    for number, result in enumerate(after.retrieval):
+    for result in after.retrieval:
         for kind, label in ("attention", "needles found"), ("answers", "values answered"):
             if result[kind]["teacher"] is not None:
                 name = f"{label} at {result['length']}, % (teacher {_mean(result[kind]['teacher'], 100)})"
-                found[name] = partial(_share_found, number, kind)
+                found[name] = partial(_share_found, result["length"], kind)
     return found
 
 
-def _share_found(number: int, kind: str, found: Evaluation) -> str:
-    return _mean(found.retrieval[number][kind]["student"], 100)
+def _share_found(length: int, kind: str, found: Evaluation) -> str:
+    """Empty without this length: a run can be resumed with other needles."""
+    shares = [result[kind]["student"] for result in found.retrieval if result["length"] == length]
+    return _mean(shares[0], 100) if shares else ""
 
 
 def _mean(values: list[float | None], factor: float = 1) -> str:

@@ -141,14 +141,12 @@ class Recorder:
     def __init__(self, model: PreTrainedModel) -> None:
         self.number = next(_ids)
         self.captures: list[Capture] = []
-        self.needs_values = False
-        self.carries = False  # its attention can carry the KL
+        self._update()
         # Modules whose KL no kernel carries run their own attention. That changes between steps only: a recomputation must run
         # what the forward ran.
         self.apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.slots: dict[torch.nn.Module, Slot] = {}  # of the last step
         self.step: Step | None = None  # belongs to the forward that runs now
-        self._verify: set[Verify] = set()  # the choices of all captures
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
@@ -175,7 +173,7 @@ class Recorder:
 
     def _update(self) -> None:
         self.needs_values = any(capture.needs_values for capture in self.captures)
-        self.carries = any(capture.carries for capture in self.captures)
+        self.carries = any(capture.carries for capture in self.captures)  # its attention can carry the KL
         self._verify = {capture.verify for capture in self.captures}
 
     def _attach(self) -> None:
