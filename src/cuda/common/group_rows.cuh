@@ -62,7 +62,8 @@ __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, 
     const skl_lse2 shift = split_lse2(skl_row_value(&params.call.inputs.lse_t, &s, first, query));
     const bool equal = m_s == shift.value && m_t == -shift.low && fabsf(state.w) <= 0x1p-100F * state.l_a &&
                        state.l_a == state.l_b && state.l_a > 0.0F;
-    const float kl = equal ? 0.0F : one_pass_kl(p, s, query, state, skl_state_kl(&state)); /* the shift of P is an LSE */
+    const float kl =
+        equal ? 0.0F : one_pass_kl(p, s, query, state, skl_state_kl(&state)); /* the shift of P is an LSE */
     skl_row_set(&rows.kl, &s, head, query, kl);
     const float lse_s = equal ? visible_lse_t(params, lse_computed, s, first, query, mean_lse_t)
                               : skl_lse(m_s, reverse ? state.l_a : state.l_b);
