@@ -133,19 +133,36 @@ def test_steps_fill_their_table(tree):
     ]
 
 
-def test_carried_gradients_fill_their_table(tree):
-    path = empty(tree / "bench/results/carried.csv")
-    append(path, case="causal", method="forward", ms=0.5)
-    append(path, case="causal", method="cuDNN", ms=1.5, cudnn_ratio="1.000")
-    append(path, case="causal", method="apart", ms=2.7, cudnn_ratio="1.800")
-    errors = dict(dq_error="2e-3", dk_error="3e-3", dv_error="4e-3")
-    append(path, case="causal", method="carried", ms=1.75, cudnn_ratio="1.167", tflops="480", **errors)
-    append(path, case="packed", method="carried", ms=2, tflops="470")
-    append(path, case="bad", method="carried", note="failed")
-    shown = table_of(tree, "carried")
-    assert shown["causal"] == ["1.50", "2.70 (1.80x)", "1.75 (1.17x)", "", "+12 %", "480", "2e-3, 3e-3, 4e-3"]
-    assert shown["packed"] == ["", "", "2.00", "", "", "470", ""]
-    assert "bad" not in shown
+def test_calls_fill_their_table(tree):
+    path = empty(tree / "bench/results/call.csv")
+    append(path, case="causal", method="attention", ms=2, added="+0")
+    append(path, case="causal", method="gradient", ms=2.3, added="+15")
+    append(path, case="causal", method="gradient", ms=2.2, added="+10")  # the newest counts
+    append(path, case="causal", method="apart", ms=3.6, added="+80")
+    append(path, case="causal", method="value", note="failed")
+    shown = table_of(tree, "call")
+    assert shown["causal"] == ["2.00", "+10 %", "", "", "+80 %"]
+
+
+def test_the_sparse_stage_is_shown_next_to_its_peer(tree):
+    path = tree / "bench/results/indexer.csv"
+    step, others = {"pass": "forward + backward"}, dict(key_heads=1, dim=576, index_dim=128, top_k=2048, mask="causal")
+    for heads, index_heads, length in (128, 64, 8192), (64, 32, 8192), (128, 64, 32768):
+        shape = dict(heads=heads, index_heads=index_heads, length=length, **others)
+        append(path, method="streamkl", **{"pass": "forward"}, ms=4, tflops=500, **shape)
+        append(path, method="streamkl", **step, ms=8, tflops=350, extra_bytes=2**20, **shape)
+        append(path, method="no LSE given", **step, ms=11, tflops=250, **shape)
+        append(path, method="tilelang", **step, ms=30, tflops=90, **shape)
+    shown = table_of(tree, "sparse")
+    assert shown["64, 32, 8,192"] == ["4.00", "8.00", "350", "1 MiB", "11.0", "30.0", "3.8x"]
+
+
+def test_statistics_fill_their_table(tree):
+    path = empty(tree / "bench/results/stats.csv")
+    append(path, case="long", method="KL forward", ms=1)
+    append(path, case="long", method="statistics", ms=0.75, extra_bytes=1024)
+    append(path, case="long", method="top 64", ms=5)
+    assert table_of(tree, "stats")["long"] == ["1.00", "0.750", "", "5.00", "", "", "1 KiB"]
 
 
 def test_linearard_fills_its_table(tree):
