@@ -70,9 +70,8 @@ class Slot:
 
     def __init__(self, inject: bool, term: Term | None = None) -> None:
         self.inject = inject  # the weight of the KL does not depend on an upstream gradient
-        self.term = (
-            term  # None: the backward is that of the attention alone; later than the forward: a kernel carries it
-        )
+        # None: the backward is that of the attention alone. A KL that comes after the forward has a kernel that carries it.
+        self.term = term
         self.is_done = False  # the backward has run
         self.has_kernel = True  # false if a KL came after the forward, and nothing could carry it
         self.kl: torch.Tensor | None = None  # the KL of each row, once it is known
