@@ -223,7 +223,7 @@ typedef struct skl_problem {
     int32_t sinks;      /* 1: every softmax has a sink: see below */
     skl_link link_s;    /* SKL_LINK_LINEAR needs SKL_STUDENT_ATTENTION, KL(P || S), scale_s = softcap_s = 0 and no
                          * SKL_DV_S;    it has no statistics */
-    skl_pool pool;      /* indexer, not packed: pools the teacher over blocks of keys; only the CPU has kernels */
+    skl_pool pool;      /* indexer, not packed: pools the teacher over blocks of keys */
     skl_pool_heads pool_heads;   /* pool: how the heads of a teacher group combine */
     skl_pool_blocks pool_blocks; /* pool: the blocks of a row */
     int64_t pool_size;           /* pool: keys per block. k_s and dk_s have len_k / pool_size rows, rounded down with
@@ -430,11 +430,12 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *
  *     at most    for each                              growth  operations          where
  *     16 MiB     thread with work                      O(1)    all                 CPU
- *     4 bytes    thread and element of a head's dk     O(1)    gradients           CPU, 16-bit dk, up to 8192 keys
+ *     4 bytes    thread and element of a head's dk     O(N)    gradients           CPU, 16-bit dk
+ *     4 bytes    element of dk_t and dk_s              O(N)    gradients           CPU, 16-bit dk, groups
  *     16 bytes   row and student head                  O(N)    attention_stats     CPU
  *     2 MiB      call                                  O(1)    all                 GPU
  *     64 MiB     call                                  O(1)    attention_stats     GPU
- *     20 bytes   row and student head                  O(N)    attention_stats     GPU
+ *     12 bytes   row and student head                  O(N)    attention_stats     GPU
  *     4224 bytes  key of one sequence                  O(N)    attention_stats     GPU
  *     8 bytes    key                                   O(N)    gradients           GPU, row bounds
  *     4 bytes    element of dk_t and dk_s              O(N)    gradients           Hopper, summed dk
@@ -447,10 +448,13 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
  *     512 bytes  key of one sequence                   O(N)    gradients           GPU, groups or indexer
  *     4 bytes    element of dk_t and dk_s              O(N)    gradients           GPU, groups
  *     8 bytes    element of dk_s                       O(N)    gradients           GPU, indexer
+ *     8 bytes    row and block                         O(N)    all                 GPU, pooled teacher
+ *     128 bytes  block of one sequence                 O(N)    all                 GPU, pooled teacher
  *
  *   - N stands for len_q and len_k. A thread has work if there is a tile of a head for it.
  *   - CPU, attention_stats: the rows of a sequence count as a multiple of 96.
- *   - CPU, 16-bit dk: f32 sums of dk_t, dk_s and dv_s of one key head, where these are 16-bit.
+ *   - CPU, 16-bit dk: f32 sums of dk_t, dk_s and dv_s of one key head, where these are 16-bit; of a teacher group
+ *     with several key heads those of dk_t of all of them.
  *   - Hopper, summed dk: 16-bit dk of heads of up to 128 dimensions, in a plan that need not be deterministic.
  *   - Hopper, two-term rows: f32, mixed types and head sizes that are no multiple of 8, up to 128 dimensions. A row
  *     takes 4 bytes per element, padded to 128.

@@ -165,7 +165,9 @@ static void draw_pool(test_case *c, test_random *random)
     c->pool = (skl_pool)random_between(random, SKL_POOL_MAX, SKL_POOL_SUM);
     c->pool_heads = (skl_pool_heads)random_between(random, SKL_POOL_HEADS_MEAN, SKL_POOL_HEADS_MAX);
     c->pool_blocks = (skl_pool_blocks)random_between(random, SKL_POOL_COMPLETE, SKL_POOL_VISIBLE);
-    c->pool_size = one_in(random, 4) ? random_between(random, 20, 130) : random_between(random, 1, 12);
+    c->pool_size = one_in(random, 4)   ? random_between(random, 20, 400)
+                   : one_in(random, 3) ? (int64_t)16 << random_between(random, 0, 4)
+                                       : random_between(random, 1, 12);
 }
 
 void case_draw(random_case *storage, int64_t number)

@@ -199,6 +199,21 @@ static void test_refused_calls(void **state)
     f.problem.gradients = SKL_DQ_S | SKL_DK_S; /* a plan for other calls */
     assert_refused(make_call(&f, &results, &none), SKL_ERROR_ARGUMENT,
                    "gradients=12: skl_attention_backward needs a plan whose");
+    skl_plan *const plan = test_plan(&f.problem, NULL, 1);
+    const skl_input v_s = tensor_input(&f.v_s);
+    const skl_output o_s = tensor_output(&results.o_s);
+    const skl_rows rows = results_rows(&results);
+    const skl_gradients gradients = results_gradients(&results);
+    const skl_attention attention = results_attention(&f, &results);
+    assert_refused(skl_attention_forward(NULL, &f.inputs, &v_s, &rows, &o_s, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
+                   "plan=NULL: must be given");
+    assert_refused(skl_attention_forward(plan, &f.inputs, NULL, &rows, &o_s, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
+                   "v_s=NULL: must be given");
+    assert_refused(skl_attention_forward(plan, &f.inputs, &v_s, &rows, NULL, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
+                   "o_s=NULL: must be given");
+    assert_refused(skl_attention_backward(NULL, &f.inputs, &attention, &rows, &gradients, NULL, 0, NULL),
+                   SKL_ERROR_ARGUMENT, "plan=NULL: must be given");
+    skl_plan_destroy(plan);
     results_destroy(&results);
     fixture_destroy(&f);
 }

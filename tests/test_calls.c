@@ -78,6 +78,7 @@ static const call_rule call_rules[] = {
     {FINISH, &plain, "rows=NULL: must be given", {NO(rows_address)}},
     {FINISH, &plain, "states=NULL: must be given", {NO(states)}},
     {FINISH, &plain, NULL, {NO(inputs_address)}},
+    {FINISH, &sinks, "sink_t=NULL: must be given when sinks=1", {NO(inputs_address)}},
 
     /* Sizes of structs. */
     {FORWARD, &plain, "inputs.struct_size=0: must be the sizeof", {SET(inputs.struct_size, 0)}},

@@ -1,12 +1,13 @@
 /* Differential fuzzing: draws whole problems, runs every call of every kernel on them, and compares the results with
  * an oracle in double that shares no code with the library.
  *
- *     test_differential [--seed N] [--count N | --seconds N] [--case N] [--extreme]
+ *     test_differential [--seed N] [--count N] [--seconds N] [--case N] [--extreme] [--sinks]
  *
  * Case n of a seed is always the same problem: shapes, types, scales, softcaps, teacher groups, indexers, masks,
  * packed sequences, layouts and LSEs (case_draw_wide), and the way it is called: results that are requested, threads,
  * in place, key ranges of partial states. Outputs, workspaces, and inputs that no kernel may read are poisoned. One
- * problem in five has logits of up to 1e25; --extreme draws only such problems.
+ * problem in five has logits of up to 1e25; --extreme draws only such problems. --sinks leaves out problems without
+ * sinks: of the others a third has teacher groups, and every one is also called in one pass.
  *
  * The bound. An element may be wrong by at most
  *
@@ -40,7 +41,7 @@ static struct {
     int64_t current; /* the case that is being checked; -1: none */
     int64_t kernels;
     int64_t rows, determined; /* of the KL */
-    int extreme, only_extreme;
+    int extreme, only_extreme, only_sinks;
     const char *program;
 } fuzz = {.count = -1, .current = -1};
 
@@ -109,12 +110,10 @@ static void print_reproducer(void)
 }
 
 /* Returns the number of wrong results, after it has printed each. */
-static int check_case(int64_t number)
+static int check_case(const test_case *drawn)
 {
-    random_case drawn;
-    case_draw_wide(&drawn, number, fuzz.extreme);
     fixture f;
-    fixture_create(&f, &drawn.test_case);
+    fixture_create(&f, drawn);
     fixture_solve(&f);
     const int64_t rows = f.batch * f.problem.heads_s * f.length_q;
     for (int64_t n = 0; n < rows; n++, fuzz.rows++)
@@ -145,15 +144,20 @@ static double seconds_now(void)
 static void check_cases(int64_t count, double seconds)
 {
     const double end = seconds_now() + seconds;
-    int64_t failed = 0;
+    const int64_t enough_to_judge = 20;
+    int64_t checked = 0, failed = 0;
     fuzz.kernels = fuzz.rows = fuzz.determined = 0;
-    for (int64_t n = fuzz.first; n < fuzz.first + count && (!fuzz.seconds || seconds_now() < end); n++) {
+    for (int64_t n = fuzz.first; checked < count && (!fuzz.seconds || seconds_now() < end); n++) {
+        random_case drawn;
+        case_draw_wide(&drawn, n, fuzz.extreme);
+        if (fuzz.only_sinks && !drawn.test_case.sinks)
+            continue;
         fuzz.current = n;
         alarm(CASE_TIMEOUT);
-        failed += check_case(n) != 0;
+        failed += check_case(&drawn.test_case) != 0;
+        checked++;
     }
     alarm(0);
-    const int64_t checked = fuzz.current + 1 - fuzz.first, enough_to_judge = 20;
     fuzz.current = -1;
     print_message("%lld problems, %lld of them wrong, %lld times a kernel, %.1f %% of the rows determined\n",
                   (long long)checked, (long long)failed, (long long)fuzz.kernels,
@@ -208,10 +212,13 @@ static int64_t number_of(const char *option, const char *text)
 
 static void parse_options(int argc, char **argv)
 {
-    static const struct option options[] = {
-        {"seed", required_argument, NULL, 's'},    {"count", required_argument, NULL, 'c'},
-        {"seconds", required_argument, NULL, 't'}, {"case", required_argument, NULL, 'n'},
-        {"extreme", no_argument, NULL, 'x'},       {NULL, 0, NULL, 0}};
+    static const struct option options[] = {{"seed", required_argument, NULL, 's'},
+                                            {"count", required_argument, NULL, 'c'},
+                                            {"seconds", required_argument, NULL, 't'},
+                                            {"case", required_argument, NULL, 'n'},
+                                            {"extreme", no_argument, NULL, 'x'},
+                                            {"sinks", no_argument, NULL, 'i'},
+                                            {NULL, 0, NULL, 0}};
     int index = 0, option;
     fuzz.seconds = test_environment("SKL_TEST_SECONDS", 0);
     while ((option = getopt_long(argc, argv, "", options, &index)) != -1) {
@@ -228,6 +235,8 @@ static void parse_options(int argc, char **argv)
             fuzz.first = value, fuzz.count = 1, fuzz.seconds = 0;
         if (option == 'x')
             fuzz.only_extreme = 1;
+        if (option == 'i')
+            fuzz.only_sinks = 1;
     }
     if (fuzz.count < 0)
         fuzz.count = fuzz.seconds ? INT64_MAX / 2 : CASES / test_environment("SKL_TEST_SAMPLE", 1);

@@ -474,6 +474,14 @@ static const test_case mass_next_to_a_sink[] = {
     {"mass next to a sink, groups", SHAPE(1, 5, 67), HEADS(4, 2), DIMS(16, 16), SINKS_ABOVE(50, 1e30), STUDENT_ONLY},
 };
 
+static void set_sinks(trial *t, float sink_t, float sink_s)
+{
+    const int64_t heads[] = {t->f->problem.heads_t, t->f->problem.heads_s};
+    for (int side = 0; side < 2; side++)
+        for (int64_t h = 0; h < heads[side]; h++)
+            ((float *)(void *)t->f->sinks[side].data)[h] = side == 0 ? sink_t : sink_s;
+}
+
 static void overflow_all_logits(fixture *f)
 {
     const test_tensor *const queries[] = {&f->q_t, &f->q_s}, *const keys[] = {&f->k_t, &f->k_s};
@@ -499,9 +507,7 @@ static void check_only_sinks_have_mass(trial *t)
 static void check_sinks_without_mass(trial *t)
 {
     overflow_all_logits(t->f);
-    for (int side = 0; side < 2; side++)
-        for (int64_t h = 0; h < (side == 0 ? t->f->problem.heads_t : t->f->problem.heads_s); h++)
-            ((float *)(void *)t->f->sinks[side].data)[h] = -INFINITY;
+    set_sinks(t, -INFINITY, -INFINITY);
     run_both(t->plan, t->f, &t->one);
     assert_elements(t, &t->one.kl, is_nan, "kl");
     assert_elements(t, &t->one.lse_t, is_minus_infinity, "lse_t");
@@ -509,6 +515,47 @@ static void check_sinks_without_mass(trial *t)
 }
 
 static const test_case only_sinks[] = {{"only sinks", SHAPE(1, 5, 67), SMALL, SINKS, STUDENT_ONLY}};
+
+/* A sink at -inf is none: its gradient is 0, and no 0 log 0. */
+static void check_absent_sinks(trial *t)
+{
+    set_sinks(t, -INFINITY, -INFINITY);
+    run_both(t->plan, t->f, &t->one);
+    assert_elements(t, &t->one.kl, is_finite, "kl");
+    assert_elements(t, &t->one.dsink_t, is_zero, "dsink_t");
+    assert_elements(t, &t->one.dsink_s, is_zero, "dsink_s");
+}
+
+static const test_case absent_sinks[] = {{"absent sinks", SHAPE(1, 5, 67), SMALL, SINKS},
+                                         {"absent sinks, reverse", SHAPE(1, 5, 67), SMALL, SINKS, REVERSE}};
+
+/* NaN in one sink of a row makes its KL NaN, whatever a maximum of it and a logit is. */
+static void check_nan_sinks(trial *t)
+{
+    for (int side = 0; side < 2; side++) {
+        set_sinks(t, side == 0 ? NAN : 0.0F, side == 0 ? 0.0F : NAN);
+        run_both(t->plan, t->f, &t->one);
+        assert_elements(t, &t->one.kl, is_nan, "kl");
+    }
+}
+
+/* The teacher's sink has a weight of about e^-depth and the student's has none: the KL is infinite. */
+static void check_sinks_of_one_side(trial *t)
+{
+    for (float depth = 3; depth < 700; depth *= 6) { /* 3, 18, 108, 648 nats */
+        set_sinks(t, -depth, -INFINITY);
+        run_both(t->plan, t->f, &t->one);
+        assert_elements(t, &t->one.kl, is_infinity, "kl");
+        run_one_pass(t->plan, t->f, &t->one, &t->other);
+        assert_elements(t, &t->other.kl, is_infinity, "kl in one pass");
+    }
+}
+
+static const test_case sinks_of_a_head[] = {
+    {"sinks of a head", SHAPE(1, 5, 67), SMALL, SINKS, STUDENT_ONLY},
+    {"sinks of a head of 128", SHAPE(1, 5, 67), HEADS(1, 1), DIMS(128, 128), SINKS, STUDENT_ONLY},
+    {"sinks of a group", SHAPE(1, 5, 67), HEADS(4, 2), DIMS(16, 16), SINKS, STUDENT_ONLY},
+};
 
 int main(void)
 {
@@ -535,6 +582,9 @@ int main(void)
         TRIALS(more_than_32768_rows_and_none, many_rows, WITH_ORACLE),
         TRIALS(mass_next_to_a_sink_counts, mass_next_to_a_sink, .check = check_mass_next_to_a_sink, .only_cpu = 1),
         TRIALS(only_sinks_have_mass, only_sinks, .check = check_only_sinks_have_mass, .only_cpu = 1),
+        TRIALS(sinks_at_minus_infinity, absent_sinks, .every_type = 1, .check = check_absent_sinks),
+        TRIALS(nan_in_a_sink, sinks_of_a_head, .every_type = 1, .check = check_nan_sinks),
+        TRIALS(sinks_of_one_side, sinks_of_a_head, .every_type = 1, .check = check_sinks_of_one_side),
         TRIALS(sinks_without_mass, only_sinks, .check = check_sinks_without_mass, .only_cpu = 1),
         TRIALS(strides_beyond_32_bits, far_strides, .check = check_far_strides),
     };

@@ -258,6 +258,9 @@ static const test_case repeated[] = {
     {"sparse bf16", SHAPE(1, 150, 270), HEADS(4, 1), DIMS(40, 136), INDEXER(20), TOP_K(70), TYPES(BF16, BF16)},
     {"sparse bf16, 70 heads", SHAPE(1, 150, 270), HEADS(70, 1), KEY_HEADS(1, 1), DIMS(40, 64), INDEXER(20), TOP_K(70),
      TYPES(BF16, BF16)},
+    {"blocks", SHAPE(2, 150, 270), HEADS(4, 2), DIMS(40, 24), INDEXER(2), POOL(SUM, MEAN, VISIBLE, 9), CAUSAL},
+    {"blocks bf16", SHAPE(1, 300, 700), HEADS(8, 2), KEY_HEADS(2, 1), DIMS(128, 64), INDEXER(2), TYPES(BF16, BF16),
+     POOL(SUM, MEAN, VISIBLE, 16), CAUSAL},
 };
 
 static void check_repeats(trial *t)

@@ -87,12 +87,40 @@ static void test_sinks_of_a_group_that_are_minus_infinity(void **unused)
     assert_true(skl_sink_logits_of(&inputs, 0, of_one).t == -INFINITY);
 }
 
+/* NaN in one head of a group makes the logit of its sink NaN; fmaxf() would prefer the other head. */
+static void test_sinks_of_a_group_that_are_nan(void **unused)
+{
+    (void)unused;
+    const float first[] = {NAN, 2.0F}, second[] = {2.0F, NAN}, *const both[] = {first, second};
+    for (int n = 0; n < 2; n++) {
+        const skl_inputs inputs = {.sink_t = both[n], .sink_s = first};
+        const skl_row_lses of_two = {.group = 2}, of_one = {.group = 1};
+        const skl_sink_logits one = skl_sink_logits_of(&inputs, n, of_one);
+        assert_true(isnan(skl_sink_logits_of(&inputs, 0, of_two).t) && isnan(one.t));
+    }
+}
+
+/* A state without keys changes nothing, on either side of a merge. */
+static void test_merge_with_an_empty_state(void **unused)
+{
+    (void)unused;
+    const skl_row_state empty = skl_state_empty(), state = {1.0F, 2.0F, 3.0F, 4.0F, 5.0F};
+    const skl_row_state left = skl_state_merge(empty, state), right = skl_state_merge(state, empty);
+    assert_memory_equal(&left, &state, sizeof state);
+    assert_memory_equal(&right, &state, sizeof state);
+    assert_true(skl_state_is_empty(&empty) && skl_state_kl(&empty) == 0.0F);
+    const skl_row_state only_a = {1.0F, 2.0F, -INFINITY, 0.0F, 0.0F}; /* only A gives the keys mass */
+    assert_true(skl_state_is_empty(&only_a) && skl_state_kl(&only_a) == 0.0F);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_one_key_keeps_both_sums),
                                        cmocka_unit_test(test_one_key_with_sums_far_apart),
                                        cmocka_unit_test(test_one_key_without_a_sum_stays_as_it_is),
                                        cmocka_unit_test(test_sums_of_logits_that_are_minus_infinity),
-                                       cmocka_unit_test(test_sinks_of_a_group_that_are_minus_infinity)};
+                                       cmocka_unit_test(test_sinks_of_a_group_that_are_minus_infinity),
+                                       cmocka_unit_test(test_sinks_of_a_group_that_are_nan),
+                                       cmocka_unit_test(test_merge_with_an_empty_state)};
     return test_run("kl_math", tests, COUNT_OF(tests));
 }

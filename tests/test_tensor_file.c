@@ -5,6 +5,7 @@
 #include <stdint.h>
 #include <cmocka.h>
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -215,6 +216,7 @@ static void long_lists_of_names_are_truncated(void **state)
     tensor_file *const file = expect_accepted(bytes);
     tensor_error error;
     assert_null(tensor_file_find(file, "q_t", NULL));
+    assert_true(tensor_file_unchanged(file, &error)); /* memory, and no file */
     assert_null(tensor_file_find(file, "q_t", &error));
     assert_non_null(strstr(error.text, "not found among 40: \""));
     assert_string_equal(error.text + strlen(error.text) - 4, "\"...");
@@ -259,6 +261,7 @@ static void npy_accepts(void **state)
     }
 }
 
+#define LONG_TEXT  "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" /* two of them are longer than any key */
 #define NPY(shape) "{'descr': '<f4', 'fortran_order': False, 'shape': " shape "}"
 
 static const struct {
@@ -297,6 +300,10 @@ static const struct {
     {NPY("(4294967296, 4294967296)"), 4, "shape [4294967296, 4294967296]: its size overflows 64 bits"},
     {NPY("(2, 3)"), 23, "23 bytes of data: shape [2, 3] of F32 takes 24"},
     {NPY("(2, 3)"), 25, "25 bytes of data: shape [2, 3] of F32 takes 24"},
+    {NPY("(2, 3"), 24, "header byte 55, '}': must be ',' or ')' after a dimension of the shape"},
+    {"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3", 24, "header ends: must continue with ',' or ')'"},
+    {NPY("(3x,)"), 12, "header byte 52, 'x,)}': must be ',' or ')' after a dimension of the shape"},
+    {"{'" LONG_TEXT LONG_TEXT "': 1}", 4, "header byte 1, ''aaaaaaaaaaaaaaaaaaaaaaa': must be 'descr', "},
     {NPY("()") " # comment", 4, "header byte 54, '# comment': must be nothing but space"},
 };
 
@@ -316,11 +323,31 @@ static void npy_refuses_prefix(void **state)
     expect_refused(build_file("\x93NUMPY\1", 7, "", 0), "7 bytes: too short for an .npy header");
     expect_refused(build_file("\x93NUMPY\1\0\1", 9, "", 0), "9 bytes: too short for an .npy header");
     expect_refused(build_file("\x93NUMPY\2\0\1\0", 10, "", 0), "10 bytes: too short for an .npy header");
+    expect_refused(build_file("\x93NUMPY\0\0\0\0", 10, "", 0), ".npy version 0.0: must be 1.0, 2.0 or 3.0");
     expect_refused(build_file("\x93NUMPY\4\0\0\0", 10, "", 0), ".npy version 4.0: must be 1.0, 2.0 or 3.0");
     expect_refused(build_file("\x93NUMPY\1\1\0\0", 10, "", 0), ".npy version 1.1: must be 1.0, 2.0 or 3.0");
     expect_refused(build_file("\x93NUMPY\1\0\3\0", 10, "{}", 0), "header length 3: only 2 bytes follow");
     expect_refused(build_file("\x93NUMPY\2\0\xff\xff\xff\xff", 12, "{}", 0),
                    "header length 4294967295: only 2 bytes follow");
+}
+
+/* ---- Numbers ----------------------------------------------------------------------------------------------- */
+
+static void numbers_of_16_bits(void **state)
+{
+    (void)state;
+    static const struct {
+        skl_dtype dtype;
+        uint16_t bits;
+        float value;
+    } numbers[] = {{SKL_F16, 0x0000, 0.0F},     {SKL_F16, 0x0001, 0x1p-24F},  {SKL_F16, 0x83FF, -0x1.FF8p-15F},
+                   {SKL_F16, 0x0400, 0x1p-14F}, {SKL_F16, 0xC500, -5.0F},     {SKL_F16, 0x7BFF, 65504.0F},
+                   {SKL_F16, 0x7C00, INFINITY}, {SKL_F16, 0xFC00, -INFINITY}, {SKL_BF16, 0x0001, 0x1p-133F},
+                   {SKL_BF16, 0xC0A0, -5.0F},   {SKL_BF16, 0x7F80, INFINITY}};
+    for (size_t n = 0; n < sizeof numbers / sizeof numbers[0]; n++)
+        assert_true(tensor_number_at(&numbers[n].bits, numbers[n].dtype, 0) == numbers[n].value);
+    const uint16_t nans[] = {0x7C01, 0xFFFF};
+    assert_true(isnan(tensor_number_at(nans, SKL_F16, 0)) && isnan(tensor_number_at(nans, SKL_F16, 1)));
 }
 
 /* ---- Alignment --------------------------------------------------------------------------------------------- */
@@ -358,6 +385,7 @@ int main(void)
         cmocka_unit_test(npy_accepts),
         cmocka_unit_test(npy_refuses),
         cmocka_unit_test(npy_refuses_prefix),
+        cmocka_unit_test(numbers_of_16_bits),
         cmocka_unit_test(unaligned_data_is_copied_once),
     };
     return cmocka_run_group_tests_name("tensor_file", tests, NULL, NULL);

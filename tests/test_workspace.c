@@ -86,6 +86,17 @@ static double count_keys_of_one(const setting *s)
     return (double)s->problem.len_k;
 }
 
+static double count_blocks_of_one(const setting *s)
+{
+    const int64_t size = s->problem.pool_size > 0 ? s->problem.pool_size : 1;
+    return (double)((s->problem.len_k + size - 1) / size);
+}
+
+static double count_rows_and_blocks(const setting *s)
+{
+    return rows_of(s) + (double)s->problem.batch * count_blocks_of_one(s);
+}
+
 static double count_q_and_k_rows(const setting *s)
 {
     const skl_problem *const p = &s->problem;
@@ -134,6 +145,8 @@ static const counted counts[] = {
     {"row and student head", count_student_rows},
     {"row and teacher head", count_teacher_rows},
     {"key", count_keys},
+    {"row and block", count_rows_and_blocks},
+    {"block of one sequence", count_blocks_of_one},
     {"key of one sequence", count_keys_of_one},
     {"row of q_t, q_s, k_t and k_s", count_q_and_k_rows},
     {"element of dq_s", count_dq_s},
@@ -180,11 +193,6 @@ static bool has_16_bit_dk(const setting *s)
     return count_dk_of_threads(s) > 0;
 }
 
-static bool has_few_keys(const setting *s)
-{
-    return s->problem.len_k <= 8192;
-}
-
 static bool has_summed_dk(const setting *s)
 {
     const skl_problem *const p = &s->problem;
@@ -200,6 +208,11 @@ static bool is_indexer(const setting *s)
 static bool has_groups(const setting *s)
 {
     return !is_indexer(s) && s->problem.heads_t != s->problem.heads_s;
+}
+
+static bool has_pooled_teacher(const setting *s)
+{
+    return s->problem.pool != SKL_POOL_NONE;
 }
 
 static bool has_groups_or_indexer(const setting *s)
@@ -224,9 +237,9 @@ static const struct {
     {"Hopper", on_hopper},
     {"row bounds", has_row_bounds},
     {"16-bit dk", has_16_bit_dk},
-    {"up to 8192 keys", has_few_keys},
     {"summed dk", has_summed_dk},
     {"two-term rows", has_two_term_rows},
+    {"pooled teacher", has_pooled_teacher},
     {"groups or indexer", has_groups_or_indexer},
     {"groups", has_groups},
     {"indexer", is_indexer},

@@ -132,6 +132,11 @@ int is_not_finite(double value)
     return !isfinite(value);
 }
 
+int is_infinity(double value)
+{
+    return value == (double)INFINITY;
+}
+
 int is_minus_infinity(double value)
 {
     return value == -(double)INFINITY;

@@ -54,6 +54,7 @@ int is_zero(double value);
 int is_nan(double value);
 int is_finite(double value);
 int is_not_finite(double value);
+int is_infinity(double value);
 int is_minus_infinity(double value);
 int is_not_negative(double value);
 

@@ -27,6 +27,13 @@ SKL_HOST_DEVICE skl_tensor_rows skl_key_rows(const skl_problem *p)
     return shape;
 }
 
+/* Rows of k_s and dk_s: with a pooled teacher, blocks of keys. */
+SKL_HOST_DEVICE skl_tensor_rows skl_student_key_rows(const skl_problem *p)
+{
+    const skl_tensor_rows keys = skl_key_rows(p), shape = {skl_student_keys(p, keys.rows), keys.batch};
+    return shape;
+}
+
 typedef struct skl_side {
     const skl_input *q, *k;
     const skl_output *dq, *dk;

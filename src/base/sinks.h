@@ -13,14 +13,15 @@ typedef struct skl_sink_logits {
     float t, s;
 } skl_sink_logits;
 
-/* (largest, sum) represents largest + log sum. Adds e^x. */
+/* (largest, sum) represents largest + log sum. Adds e^x. A NaN becomes the largest, which fmaxf() would not let it.
+ */
 typedef struct skl_log_sum {
     float largest, sum;
 } skl_log_sum;
 
 SKL_HOST_DEVICE skl_log_sum skl_log_sum_add(skl_log_sum to, float x)
 {
-    const float largest = fmaxf(to.largest, x);
+    const float largest = to.largest >= x ? to.largest : x;
     const skl_log_sum added = {largest, to.sum * expf(to.largest - largest) + expf(x - largest)};
     return x == -INFINITY ? to : added;
 }

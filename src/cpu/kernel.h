@@ -40,9 +40,8 @@ typedef struct skl_task {
     float *scratch; /* private to the thread, 64-byte aligned */
     skl_ordered_sum ordered_sum;
     skl_key_sums key_sums;
-    bool fused;        /* backward_queries also adds to the key gradients, in chain order */
-    bool rows_known;   /* one-pass calls: an earlier pass has stored kl and dot_t in rows */
-    bool teacher_side; /* backward_keys: computes dk_t, not dk_s */
+    bool fused;      /* backward_queries also adds to the key gradients, in chain order */
+    bool rows_known; /* one-pass calls: an earlier pass has stored kl and dot_t in rows */
     skl_stats_memory stats;
 } skl_task;
 
@@ -52,7 +51,7 @@ typedef struct skl_cpu_work {
     size_t (*scratch_size)(const skl_problem *problem); /* bytes per thread */
     void (*forward)(const skl_task *task);              /* row results or states of a query tile */
     void (*backward_queries)(const skl_task *task);     /* dq of a query tile; fused: its part of dk; one-pass: KL */
-    void (*backward_keys)(const skl_task *task);        /* dk of a key tile; `head` is a key head */
+    void (*backward_keys)(const skl_task *task);        /* sparse: dk of a key tile; `head` is a key head */
     /* Statistics of attention; NULL for indexers. */
     size_t (*stats_scratch_size)(const skl_problem *problem); /* bytes per thread */
     void (*stats_rows)(const skl_task *task); /* computes the rows of a query tile, and its part of the head's sums */

@@ -16,7 +16,7 @@
 #include <stdint.h>
 
 typedef struct skl_ordered_sum_counter {
-    _Alignas(64) _Atomic int64_t progress; /* item * SKL_ITEM_SPAN + key tiles that the item is done with */
+    _Alignas(64) _Atomic uint64_t progress; /* item * SKL_ITEM_SPAN + key tiles that the item is done with */
 } skl_ordered_sum_counter;
 
 typedef struct skl_ordered_sum {
@@ -24,15 +24,20 @@ typedef struct skl_ordered_sum {
     int64_t count; /* at least 3 per thread: one for items in flight, one for chains, one spare */
 } skl_ordered_sum;
 
-/* A counter holds the item in its high bits and the number of key tiles, which is below 2^34, in its low bits. */
-#define SKL_ITEM_SPAN ((int64_t)1 << 34)
-#define SKL_ITEMS_MAX ((int64_t)1 << 29)
-#define SKL_ALL_TILES (SKL_ITEM_SPAN - 1)
+/* A counter holds the item in its high bits and the number of key tiles, which is below 2^34, in its low bits. Items
+ * that meet in a counter are close, so the difference of two values tells their order even after an overflow. */
+#define SKL_ITEM_SPAN ((uint64_t)1 << 34)
+#define SKL_ALL_TILES ((int64_t)SKL_ITEM_SPAN - 1)
+
+static inline uint64_t skl_ordered_sum_progress(int64_t item, int64_t key_tiles)
+{
+    return (uint64_t)item * SKL_ITEM_SPAN + (uint64_t)key_tiles;
+}
 
 static inline void skl_ordered_sum_init(const skl_ordered_sum *order)
 {
     for (int64_t i = 0; i < order->count; i++)
-        atomic_init(&order->ring[i].progress, -1);
+        atomic_init(&order->ring[i].progress, 0);
 }
 
 /* Waits until `item` is done with `key_tiles` key tiles. Returns at once if `item` is negative. */
@@ -40,9 +45,10 @@ static inline void skl_ordered_sum_wait(const skl_ordered_sum *order, int64_t it
 {
     if (item < 0)
         return;
-    const int64_t wanted = item * SKL_ITEM_SPAN + key_tiles;
+    const uint64_t wanted = skl_ordered_sum_progress(item, key_tiles);
     const skl_ordered_sum_counter *const counter = &order->ring[item % order->count];
-    for (int spins = 0; atomic_load_explicit(&counter->progress, memory_order_acquire) < wanted; spins++)
+    for (int spins = 0; (int64_t)(atomic_load_explicit(&counter->progress, memory_order_acquire) - wanted) < 0;
+         spins++)
         if (spins > 64)
             sched_yield();
 }
@@ -50,7 +56,7 @@ static inline void skl_ordered_sum_wait(const skl_ordered_sum *order, int64_t it
 /* Tells the next item that `item` is done with `key_tiles` key tiles. */
 static inline void skl_ordered_sum_advance(const skl_ordered_sum *order, int64_t item, int64_t key_tiles)
 {
-    atomic_store_explicit(&order->ring[item % order->count].progress, item * SKL_ITEM_SPAN + key_tiles,
+    atomic_store_explicit(&order->ring[item % order->count].progress, skl_ordered_sum_progress(item, key_tiles),
                           memory_order_release);
 }
 

@@ -8,7 +8,6 @@
 typedef struct skl_cpu_pass {
     void (*function)(const skl_task *task);
     bool over_keys;           /* one item per key tile, not per query tile */
-    bool teacher_side;        /* over_keys: dk_t, not dk_s */
     bool fused;               /* also adds to the key gradients */
     bool one_pass;            /* also writes the KL of its rows */
     int64_t key_result_heads; /* over_keys: heads of the statistics per sequence; 0: key heads */

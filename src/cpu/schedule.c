@@ -77,34 +77,12 @@ static void run_tasks(void *context, int worker)
     }
 }
 
-static int64_t least_common_multiple(int64_t a, int64_t b)
-{
-    int64_t x = a, y = b;
-    while (y != 0) {
-        const int64_t rest = x % y;
-        x = y;
-        y = rest;
-    }
-    return a / x * b;
-}
-
-/* Number of consecutive student heads that share a key head, on either side. */
-static int64_t sharing_heads(const skl_problem *p)
-{
-    const int64_t group_size = skl_group_size(p);
-    const int64_t shared_s = p->heads_s / p->key_heads_s;
-    const int64_t shared_t = p->heads_t / p->key_heads_t; /* counted in teacher heads */
-    if (shared_t % group_size != 0 && group_size % shared_t != 0)
-        return p->heads_s; /* a key head serves parts of different teacher groups */
-    return least_common_multiple(shared_s, skl_max(1, shared_t / group_size));
-}
-
 int64_t skl_key_sums_count(const skl_problem *p, int32_t workers)
 {
-    return skl_min(workers, p->batch * p->heads_s / sharing_heads(p));
+    return skl_min(workers, p->batch * p->heads_s / skl_chain_heads(p));
 }
 
-/* The tiles of a pass: query tiles of the student heads, or key tiles of the key heads of one side. */
+/* The tiles of a pass: query tiles of the student heads, or key tiles of its key heads. */
 typedef struct grid {
     int64_t heads; /* per sequence */
     int64_t tiles; /* per head */
@@ -115,9 +93,7 @@ static grid grid_of(const skl_plan *plan, const skl_cpu_pass *pass)
     const skl_problem *const p = &plan->problem;
     const skl_tiles tiles = ((const skl_cpu_work *)plan->kernel)->tiles(p);
     const grid over_queries = {p->heads_s, skl_ceil_div(p->len_q, tiles.queries)};
-    const int64_t key_heads = pass->key_result_heads > 0 ? pass->key_result_heads
-                              : pass->teacher_side       ? p->key_heads_t
-                                                         : p->key_heads_s;
+    const int64_t key_heads = pass->key_result_heads > 0 ? pass->key_result_heads : p->key_heads_s;
     const grid over_keys = {key_heads, skl_ceil_div(skl_student_keys(p, p->len_k), tiles.keys)};
     return pass->over_keys ? over_keys : over_queries;
 }
@@ -134,10 +110,9 @@ static void set_pass(skl_schedule *s, const skl_cpu_pass *pass)
     s->function = pass->function;
     s->heads = g.heads;
     s->tiles = g.tiles;
-    s->chain_heads = pass->over_keys ? 1 : sharing_heads(&s->plan->problem);
+    s->chain_heads = pass->over_keys ? 1 : skl_chain_heads(&s->plan->problem);
     s->item_count = skl_pass_items(s->plan, pass);
     s->task.fused = pass->fused;
-    s->task.teacher_side = pass->teacher_side;
 }
 
 bool skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass)

@@ -99,22 +99,6 @@ static bool wants_dv(const skl_call *call)
     return call->attention != NULL && call->attention->dv_s.data != NULL;
 }
 
-/* A fused backward sums key gradients while it goes over the queries, f32 ones in the caller's buffer and 16-bit ones
- * in key_sums: 4 matrix products per tile instead of 6. Returns NULL if the call allows it, else the reason for a
- * separate pass over the keys. */
-static const char *why_not_fused(const skl_problem *p, const skl_cpu_work *work, const skl_call *call)
-{
-    const skl_gradients *const grads = &call->gradients;
-    const bool f32_t = grads->dk_t.data == NULL || skl_grad_dtype(p, p->dtype_t) == SKL_F32;
-    const bool f32_s = (grads->dk_s.data == NULL && !wants_dv(call)) || skl_grad_dtype(p, p->dtype_s) == SKL_F32;
-    const int64_t items = p->batch * p->heads_s * skl_ceil_div(p->len_q, work->tiles(p).queries);
-    if (p->top_k > 0)
-        return "indices come in any order, so key gradients are summed key by key";
-    if ((!f32_t || !f32_s) && skl_why_no_key_sums(p) != NULL)
-        return skl_why_no_key_sums(p);
-    return items < SKL_ITEMS_MAX ? NULL : "too many query tiles to sum key gradients in a fixed order";
-}
-
 /* NULL if a pass over the queries gives the KL together with the gradients, else the reason for a forward pass. */
 static const char *why_rows_first(const skl_needs *needs, const skl_rows *rows, bool over_queries)
 {
@@ -127,11 +111,11 @@ static const char *why_rows_first(const skl_needs *needs, const skl_rows *rows, 
     return over_queries ? NULL : "no pass over the queries follows";
 }
 
-static const char *reason_of_query_pass(const skl_problem *p, const char *not_fused, bool one_pass, bool dk_wanted)
+static const char *reason_of_query_pass(const skl_problem *p, bool one_pass, bool dk_wanted)
 {
     if (!dk_wanted)
         return one_pass ? "both LSEs are given, so P and S are exact at once" : "no key gradient is requested";
-    if (not_fused != NULL)
+    if (p->top_k > 0)
         return one_pass ? "both LSEs are given; key gradients follow" : "key gradients follow";
     if (skl_key_sums_floats(p) > 0)
         return one_pass ? "both LSEs are given, and key gradients are summed in f32"
@@ -174,11 +158,11 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
     const skl_cpu_work *const work = plan->kernel;
     const skl_gradients *const grads = &call->gradients;
     const skl_needs needs = skl_call_needs(p, call);
-    const bool student_keys = grads->dk_s.data != NULL || wants_dv(call);
-    const bool dk_wanted = grads->dk_t.data != NULL || student_keys;
+    const bool dk_wanted = grads->dk_t.data != NULL || grads->dk_s.data != NULL || wants_dv(call);
     const bool dq_wanted = grads->dq_t.data != NULL || grads->dq_s.data != NULL || grads->dw_s.data != NULL;
-    const char *const not_fused = why_not_fused(p, work, call);
-    const bool fused = needs.gradients && dk_wanted && not_fused == NULL;
+    /* A fused backward sums key gradients while it goes over the queries, f32 ones in the caller's buffer and 16-bit
+     * ones in key_sums: 4 matrix products per tile instead of 6. */
+    const bool fused = needs.gradients && dk_wanted && p->top_k == 0;
     const bool over_queries = needs.gradients && (fused || dq_wanted);
     const char *const forward_first = why_rows_first(&needs, &call->rows, over_queries);
     const bool has_rows = skl_call_has_rows(call);
@@ -193,13 +177,12 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
         add_pass(&passes, (skl_cpu_pass){.function = work->backward_queries,
                                          .fused = fused,
                                          .one_pass = one_pass,
-                                         .reason = reason_of_query_pass(p, not_fused, one_pass, dk_wanted)});
-    if (needs.gradients && !fused && student_keys)
-        add_pass(&passes, (skl_cpu_pass){.function = work->backward_keys, .over_keys = true, .reason = not_fused});
-    if (needs.gradients && !fused && grads->dk_t.data != NULL)
+                                         .reason = reason_of_query_pass(p, one_pass, dk_wanted)});
+    if (needs.gradients && dk_wanted && !fused)
         add_pass(&passes,
-                 (skl_cpu_pass){
-                     .function = work->backward_keys, .over_keys = true, .teacher_side = true, .reason = not_fused});
+                 (skl_cpu_pass){.function = work->backward_keys,
+                                .over_keys = true,
+                                .reason = "indices come in any order, so key gradients are summed key by key"});
     return passes;
 }
 
@@ -215,10 +198,10 @@ static void add_results(skl_text *text, const skl_call *call, const skl_cpu_pass
         bool given;
     } results[] = {{"KL", pass->one_pass},
                    {"dq_t", queries && grads->dq_t.data != NULL},
-                   {"dk_t", grads->dk_t.data != NULL && (queries ? pass->fused : pass->teacher_side)},
+                   {"dk_t", pass->fused && grads->dk_t.data != NULL},
                    {"dq_s", queries && grads->dq_s.data != NULL},
-                   {"dk_s", grads->dk_s.data != NULL && (queries ? pass->fused : !pass->teacher_side)},
-                   {"dv_s", wants_dv(call) && (queries ? pass->fused : !pass->teacher_side)},
+                   {"dk_s", grads->dk_s.data != NULL && (pass->fused || !queries)},
+                   {"dv_s", pass->fused && wants_dv(call)},
                    {"dw_s", queries && grads->dw_s.data != NULL}};
     enum { RESULT_COUNT = sizeof results / sizeof results[0] };
     int left = 0;

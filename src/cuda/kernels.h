@@ -45,6 +45,7 @@ typedef struct skl_cuda_kernel {
     int64_t fused_dim_max;          /* attention: largest head size of the gradients of `fused` */
     int64_t group_max;              /* teacher groups: most heads of a group; 0: no limit */
     int64_t index_heads_max;        /* indexers: most index heads of a student head; 0: no limit */
+    int64_t pool_dim_max;           /* indexers: largest head size of a pooled teacher; 0: it cannot be pooled */
     bool softcap;                   /* either side may have a softcap */
     bool linear_link;               /* the student may have a linear link */
     bool reverse;                   /* KL(S || P), too */

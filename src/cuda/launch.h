@@ -35,7 +35,7 @@ typedef struct skl_cuda_params {
     skl_cuda_argument a, b; /* teacher and student; the other way round when the KL is reversed */
     int32_t *key_bounds;    /* row bounds from the keys' side, for kernels that stream queries: the first query that
                              * attends to each key [batch, len_k], packed [total_k], then the one after the last.
-                             * NULL without row bounds */
+                             * NULL without row bounds. Pooled teachers in strips: see block_params_of */
 } skl_cuda_params;
 
 /* A launch of attention statistics: its results, and its part of the workspace. */
@@ -83,6 +83,7 @@ struct skl_cuda_launch {
     int32_t lse_computed;     /* teacher groups: inputs.lse_t is what an earlier launch of the call computed */
     skl_strip_layout strips;  /* dense indexers and teacher groups in strips */
     skl_dense_chunk dense;    /* dense indexers on the general kernel */
+    size_t pooled_at;         /* indexers on the general kernel: scratch of a pooled teacher in the launch's part */
     skl_sparse_layout sparse; /* sparse indexers */
     skl_stats_layout stats;   /* attention statistics */
 };
@@ -113,6 +114,7 @@ struct skl_cuda_launch {
 #define SKL_VARIANT_GRID_STRIDE          "grid stride"
 #define SKL_VARIANT_CLEAR                "clear"
 #define SKL_VARIANT_BOUNDS               "row bounds by key"
+#define SKL_VARIANT_BLOCKS               "blocks of rows"
 #define SKL_VARIANT_STREAMED             "rows, streamed queries"
 #define SKL_VARIANT_TWO_TERM             "two-term rows"
 #define SKL_VARIANT_CARRYING_FORWARD     "attention forward with KL"
@@ -164,9 +166,11 @@ enum {
     SKL_STATS_SUMS = 64,              /* statistics: most distances, and most ranges, of a head's sums */
     SKL_STATS_TOP_CANDIDATES = 192,   /* top keys: candidates of a row */
     SKL_STATS_SCRATCH_SIZE = 2 * 4 * SKL_STATS_SUMS + 8 * SKL_STATS_TOP_CANDIDATES, /* bytes per query of a block */
-    SKL_STATS_TILE_BLOCKS = 2, /* blocks per SM of the statistics that go through shared memory */
-    SKL_SM90_STATS_ROWS = 256, /* queries per tile of the statistics with queries as columns */
-    SKL_SM90_STATS_ADDERS = 4  /* warpgroups of a block, each with its slot of key sums */
+    SKL_STATS_TILE_BLOCKS = 2,    /* blocks per SM of the statistics that go through shared memory */
+    SKL_SM90_STATS_ROWS = 192,    /* queries per tile of the statistics with queries as columns */
+    SKL_SM90_STATS_TOP_LIST = 64, /* top keys: candidates of a lane and row, a power of two */
+    SKL_SM90_STATS_TOP_ROW = 4 * 8 * SKL_SM90_STATS_TOP_LIST, /* bytes per row of a block, and their alignment */
+    SKL_SM90_STATS_ADDERS = 3 /* warpgroups of a block, each with its slot of key sums */
 };
 
 /* Tensor-core kernels count rows in 32 bits. */
@@ -211,9 +215,10 @@ skl_cuda_launch_function skl_cuda_stats_clear;   /* clears outputs and slots tha
 skl_cuda_launch_function skl_cuda_stats_sums;    /* adds the slots of keys and the sums of chunks */
 skl_cuda_launch_function skl_cuda_stats_weights; /* all weights of chosen rows */
 
-skl_cuda_launch_function skl_cuda_clear_tails;   /* clears rows and gradients after the last packed sequence */
-skl_cuda_launch_function skl_cuda_bounds_by_key; /* fills params->key_bounds */
-skl_cuda_launch_function skl_cuda_two_term_rows; /* makes two-term rows: q and k of params->a and params->b */
+skl_cuda_launch_function skl_cuda_clear_tails;      /* clears rows and gradients after the last packed sequence */
+skl_cuda_launch_function skl_cuda_bounds_by_key;    /* fills params->key_bounds */
+skl_cuda_launch_function skl_cuda_bounds_of_blocks; /* fills params->key_bounds with the tables of block_params_of */
+skl_cuda_launch_function skl_cuda_two_term_rows;    /* makes two-term rows: q and k of params->a and params->b */
 
 /* Steps over rows. Merging reads the states at `argument`; the other steps read nothing there. */
 typedef cudaError_t skl_cuda_row_step(const skl_cuda_params *params, const void *argument);

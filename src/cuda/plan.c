@@ -144,9 +144,6 @@ static void select_usual(const skl_problem *p, skl_cuda_plan *of_cuda, skl_op op
 skl_status skl_cuda_plan_create(skl_plan *plan, const skl_options *options, const char *forced)
 {
     const skl_problem *const p = &plan->problem;
-    if (skl_is_pooled(p))
-        return skl_fail(SKL_ERROR_UNSUPPORTED,
-                        "pool=%d: pooled teachers have no CUDA kernels; use options.device=SKL_CPU", (int)p->pool);
     skl_cuda_target target = {.named = forced != NULL, .deterministic = options->deterministic};
     const skl_status status = find_device(options, &target.device);
     if (status != SKL_OK)

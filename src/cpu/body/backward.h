@@ -240,25 +240,6 @@ static void clear_rows(float *rows, int64_t count, int64_t dim)
 
 /* ---- Queries: dq and, in a fused backward, the contribution of the tile to dk ------------------------------- */
 
-/* Adds dk of a key tile to its sums, in the caller's buffer or in key_sums. */
-static void add_to_sums(const tile *t, const skl_side *side, const skl_output *to, float *sums, int64_t head,
-                        const key_tile *keys, const float *dk)
-{
-    if (sums != NULL) {
-        add_rows(sums + keys->first * side->dim, side->dim, dk, keys->count, side->dim);
-        return;
-    }
-    const int64_t offset =
-        SKL_ROW(*to, t->sequence.batch, skl_key_head(side, head), t->sequence.key_begin + keys->first);
-    add_rows((float *)to->data + offset, to->stride_row, dk, keys->count, side->dim);
-}
-
-/* Student heads whose queries attend to one key head. */
-static int64_t heads_per_key_head(const tile *t, const skl_side *side)
-{
-    return side->heads / side->key_heads / (side->heads / t->task->problem->heads_s);
-}
-
 /* One gradient in key_sums. */
 typedef struct summed_gradient {
     float *sums;
@@ -276,21 +257,47 @@ static summed_gradient summed_gradient_at(const tile *t, int n)
                                                    {sums->dk_s, &t->student, t->student.dk},
                                                    {sums->dv_s, &t->student, attention ? &attention->dv_s : NULL}};
     const summed_gradient none = {NULL, NULL, NULL};
-    const bool requested = t->task->fused && all[n].sums != NULL && all[n].to != NULL && all[n].to->data != NULL;
+    const bool requested = all[n].sums != NULL && all[n].to != NULL && all[n].to->data != NULL;
     return requested ? all[n] : none;
 }
 
-/* The first item that adds to a key head clears its sums. Items of a head go from the last tile to the first. */
+/* The sums of a key head. */
+static float *sums_of_head(const tile *t, const skl_side *side, float *sums, int64_t key_head)
+{
+    const skl_problem *const p = t->task->problem;
+    return sums + key_head % skl_summed_heads(p, side->key_heads) * skl_student_keys(p, p->len_k) * side->dim;
+}
+
+/* Adds dk of a key tile to its sums, in the caller's buffer or in key_sums. */
+static void add_to_sums(const tile *t, const skl_side *side, const skl_output *to, float *sums, int64_t head,
+                        const key_tile *keys, const float *dk)
+{
+    const int64_t key_head = skl_key_head(side, head);
+    if (sums != NULL) {
+        add_rows(sums_of_head(t, side, sums, key_head) + keys->first * side->dim, side->dim, dk, keys->count,
+                 side->dim);
+        return;
+    }
+    const int64_t offset = SKL_ROW(*to, t->sequence.batch, key_head, t->sequence.key_begin + keys->first);
+    add_rows((float *)to->data + offset, to->stride_row, dk, keys->count, side->dim);
+}
+
+/* The first item of a key head clears its sums. Items of a head go from the last tile to the first. */
 static void begin_key_sums(const tile *t)
 {
     const skl_task *const task = t->task;
-    const int64_t last_tile = skl_ceil_div(task->problem->len_q, task->tiles.queries) - 1;
+    const int64_t heads = task->problem->heads_s;
+    if (!task->fused || task->tile != skl_ceil_div(task->problem->len_q, task->tiles.queries) - 1)
+        return;
     for (int n = 0; n < SUMMED_GRADIENTS; n++) {
         const summed_gradient of = summed_gradient_at(t, n);
-        if (of.sums == NULL || task->tile != last_tile || task->head % heads_per_key_head(t, of.side) != 0)
-            continue;
-        skl_ordered_sum_wait(&task->ordered_sum, task->before, SKL_ALL_TILES);
-        memset(of.sums, 0, (size_t)(t->sequence.key_count * of.side->dim) * sizeof *of.sums);
+        const int64_t key_heads = of.sums != NULL ? of.side->key_heads : 0;
+        const int64_t end = skl_ceil_div((task->head + 1) * key_heads, heads);
+        for (int64_t key_head = skl_ceil_div(task->head * key_heads, heads); key_head < end; key_head++) {
+            skl_ordered_sum_wait(&task->ordered_sum, task->before, SKL_ALL_TILES);
+            memset(sums_of_head(t, of.side, of.sums, key_head), 0,
+                   (size_t)(t->sequence.key_count * of.side->dim) * sizeof *of.sums);
+        }
     }
 }
 
@@ -298,15 +305,19 @@ static void begin_key_sums(const tile *t)
 static void end_key_sums(const tile *t)
 {
     const skl_task *const task = t->task;
+    const int64_t heads = task->problem->heads_s;
+    if (!task->fused || task->tile != 0)
+        return;
     for (int n = 0; n < SUMMED_GRADIENTS; n++) {
         const summed_gradient of = summed_gradient_at(t, n);
-        if (of.sums == NULL || task->tile != 0 || (task->head + 1) % heads_per_key_head(t, of.side) != 0)
-            continue;
-        const int64_t key_head = task->head / heads_per_key_head(t, of.side), dim = of.side->dim;
-        const int64_t offset = SKL_ROW(*of.to, t->sequence.batch, key_head, t->sequence.key_begin);
-        skl_ordered_sum_wait(&task->ordered_sum, task->previous, SKL_ALL_TILES);
-        store_rows_from(of.to->data, of.side->grad_dtype, offset, of.to->stride_row, of.sums, dim,
-                        t->sequence.key_count, dim);
+        const int64_t key_heads = of.sums != NULL ? of.side->key_heads : 0, dim = of.sums != NULL ? of.side->dim : 0;
+        const int64_t end = (task->head + 1) * key_heads / heads;
+        for (int64_t key_head = task->head * key_heads / heads; key_head < end; key_head++) {
+            const int64_t offset = SKL_ROW(*of.to, t->sequence.batch, key_head, t->sequence.key_begin);
+            skl_ordered_sum_wait(&task->ordered_sum, task->previous, SKL_ALL_TILES);
+            store_rows_from(of.to->data, of.side->grad_dtype, offset, of.to->stride_row,
+                            sums_of_head(t, of.side, of.sums, key_head), dim, t->sequence.key_count, dim);
+        }
     }
 }
 
@@ -315,13 +326,15 @@ static void wait_for_order(const tile *t, const key_tile *keys)
     skl_ordered_sum_wait(&t->task->ordered_sum, t->task->previous, keys->index + 1);
 }
 
-/* dq_t and dk_t of a teacher group, head by head. */
-static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, bool dk)
+/* dq_t and dk_t, head by head. Heads of a group have gradients of their own. */
+static void teacher_step(const tile *t, const key_tile *keys, bool dq, bool dk)
 {
     const int64_t rows = t->height * padded(t->teacher.dim);
     for (int64_t h = 0; h < t->group_size; h++) {
-        load_group_keys(t, h, keys);
-        head_gradient(t, h, keys);
+        if (t->group_size > 1) {
+            load_group_keys(t, h, keys);
+            head_gradient(t, h, keys);
+        }
         round_gradient(t, &t->teacher, keys, t->g_t);
         if (dq)
             add_to_dq(t, &t->teacher, keys, t->dq_t + h * rows, t->g_t, t->k_t);
@@ -335,16 +348,14 @@ static void teacher_group_step(const tile *t, const key_tile *keys, bool dq, boo
     }
 }
 
-/* Adds the gradients of one key tile to dq in the tile's buffers and to dk in the caller's. */
-static void query_step(const tile *t, const key_tile *keys, bool fused)
+/* Adds the gradients of one key tile to dq in the tile's buffers, and to dk. */
+static void query_step(const tile *t, const key_tile *keys)
 {
     const skl_call *const call = t->task->call;
     const skl_key_sums *const sums = &t->task->key_sums;
-    const bool dk_t = fused && call->gradients.dk_t.data != NULL, dk_s = fused && call->gradients.dk_s.data != NULL;
-    const bool dv_s = fused && attends(t) && call->attention->dv_s.data != NULL, any_dk = dk_t || dk_s || dv_s;
-    const bool teacher_group = t->group_size > 1;
-    const bool dq_t = call->gradients.dq_t.data != NULL;
-    const bool dq_s = call->gradients.dq_s.data != NULL;
+    const bool dk_t = call->gradients.dk_t.data != NULL, dk_s = call->gradients.dk_s.data != NULL;
+    const bool dq_t = call->gradients.dq_t.data != NULL, dq_s = call->gradients.dq_s.data != NULL;
+    const bool dv_s = attends(t) && call->attention->dv_s.data != NULL, teacher_group = t->group_size > 1;
     const bool kl = skl_op_is_one_pass(call->op) && !t->task->rows_known && call->rows.kl.data != NULL;
     const wanted want = {dq_s || dk_s, dq_t || dk_t, kl, teacher_group && (dq_t || dk_t)};
     load_keys(t, &t->student, skl_key_head(&t->student, t->head), keys->first, keys->count, t->k_s);
@@ -366,25 +377,15 @@ static void query_step(const tile *t, const key_tile *keys, bool fused)
         round_gradient(t, &t->student, keys, t->s);
         add_to_dk(t, &t->student, keys, t->dv, t->s, t->d_o);
     }
-    if ((dq_t || dk_t) && !teacher_group)
-        round_gradient(t, &t->teacher, keys, t->g_t);
-    if (dq_t && !teacher_group)
-        add_to_dq(t, &t->teacher, keys, t->dq_t, t->g_t, t->k_t);
-    if (dk_t && !teacher_group) {
-        clear_rows(t->dk_t, TILE_K, t->teacher.dim);
-        add_to_dk(t, &t->teacher, keys, t->dk_t, t->g_t, t->q_t);
-    }
-    if (any_dk)
+    if (dq_t || dk_t)
+        teacher_step(t, keys, dq_t, dk_t);
+    if (t->task->fused)
         wait_for_order(t, keys);
     if (dk_s)
         add_to_sums(t, &t->student, t->student.dk, sums->dk_s, t->head, keys, t->dk_s);
     if (dv_s)
         add_to_sums(t, &t->student, &call->attention->dv_s, sums->dv_s, t->head, keys, t->dv);
-    if (dk_t && !teacher_group)
-        add_to_sums(t, &t->teacher, t->teacher.dk, sums->dk_t, t->head, keys, t->dk_t);
-    if (teacher_group && (dq_t || dk_t))
-        teacher_group_step(t, keys, dq_t, dk_t);
-    if (any_dk)
+    if (t->task->fused)
         skl_ordered_sum_advance(&t->task->ordered_sum, t->task->item, keys->index + 1);
 }
 
@@ -416,7 +417,7 @@ static void backward_query_tile(const tile *t)
     if (dq_s)
         clear_rows(t->dq_s, t->height, t->student.dim);
     FOR_KEY_TILES(t, keys)
-    query_step(t, &keys, t->task->fused);
+    query_step(t, &keys);
     if (dq_s)
         store_dq(t, &t->student, t->head, t->dq_s);
     for (int64_t h = 0; dq_t && h < t->group_size; h++)
@@ -439,98 +440,6 @@ static void backward_queries(const skl_task *task)
     if (t.count > 0)
         backward_query_tile(&t);
     end_key_sums(&t);
-}
-
-/* ---- Keys: dk of a key block, summed over all queries ------------------------------------------------------- */
-
-/* Adds the contribution of one query tile to the dk of a key block. */
-static void key_block_step(const tile *t, int64_t block_first, int64_t block_end)
-{
-    const bool teacher_side = t->task->teacher_side;
-    const bool teacher_group = t->group_size > 1;
-    const skl_side *const side = teacher_side ? &t->teacher : &t->student;
-    const int64_t rows = t->height * padded(t->teacher.dim);
-    const wanted want = {!teacher_side && side->dk->data != NULL, teacher_side, false, teacher_group && teacher_side};
-    float *const dk = teacher_side ? t->dk_t : t->dk_s;
-    for (int64_t first = block_first; first < skl_min(block_end, tile_keys(t).end); first += TILE_K) {
-        const int64_t key = first - block_first;
-        tile step = *t;
-        const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, skl_min(block_end, tile_keys(t).end) - first)};
-        step.k_s = key_rows(&t->student, t->k_s, key);
-        step.v = key_rows(&t->student, t->v, key);
-        if (!teacher_group)
-            step.k_t = key_rows(&t->teacher, t->k_t, key);
-        tile_gradients(&step, &keys, &want);
-        float *const step_dk = dk + key * padded(side->dim);
-        if (!teacher_side || !teacher_group)
-            round_gradient(&step, side, &keys, teacher_side ? step.g_t : step.g_s);
-        if (want.student)
-            add_to_dk(&step, side, &keys, step_dk, step.g_s, step.q_s);
-        if (attends(t))
-            round_gradient(&step, side, &keys, step.s);
-        if (attends(t))
-            add_to_dk(&step, side, &keys, t->dv + key * padded(side->dim), step.s, step.d_o);
-        if (teacher_side && !teacher_group)
-            add_to_dk(&step, side, &keys, step_dk, step.g_t, step.q_t);
-        for (int64_t h = 0; teacher_side && teacher_group && h < t->group_size; h++) {
-            load_group_keys(&step, h, &keys);
-            if (skl_key_head(side, t->head * t->group_size + h) != t->task->head)
-                continue;
-            head_gradient(&step, h, &keys);
-            round_gradient(&step, side, &keys, step.g_t);
-            add_to_dk(&step, side, &keys, step_dk, step.g_t, step.q_t + h * rows);
-        }
-    }
-}
-
-static void store_dk(const tile *t, const skl_side *side, const skl_output *to, int64_t first, int64_t count,
-                     const float *dk)
-{
-    const int64_t offset = SKL_ROW(*to, t->sequence.batch, t->task->head, t->sequence.key_begin + first);
-    if (to->data != NULL)
-        store_rows(to->data, side->grad_dtype, offset, to->stride_row, dk, count, side->dim);
-}
-
-static void backward_keys(const skl_task *task)
-{
-    tile t;
-    tile_begin(&t, task, 0, 0);
-    const skl_side *const side = task->teacher_side ? &t.teacher : &t.student;
-    const int64_t key_rows = task->problem->packed ? t.sequence.key_count : task->problem->len_k;
-    const int64_t block_first = task->tile * KEY_BLOCK;
-    const int64_t row_end = skl_min(block_first + KEY_BLOCK, key_rows);
-    const int64_t block_end = skl_min(row_end, t.sequence.key_count);
-    if (row_end <= block_first)
-        return;
-    float *const dk = task->teacher_side ? t.dk_t : t.dk_s;
-    if (side->dk->data != NULL)
-        clear_rows(dk, KEY_BLOCK, side->dim);
-    if (attends(&t))
-        clear_rows(t.dv, KEY_BLOCK, side->dim);
-
-    const int64_t sharing = side->heads / side->key_heads;
-    const int64_t per_student = task->teacher_side ? t.group_size : 1;
-    const int64_t head_first = task->head * sharing / per_student;
-    const int64_t head_last = ((task->head + 1) * sharing - 1) / per_student;
-    for (int64_t head = head_first; block_end > block_first && head <= head_last; head++) {
-        load_keys(&t, &t.student, skl_key_head(&t.student, head), block_first, block_end - block_first, t.k_s);
-        if (attends(&t))
-            load_values(&t, skl_key_head(&t.student, head), block_first, block_end - block_first);
-        if (t.group_size == 1)
-            load_keys(&t, &t.teacher, skl_key_head(&t.teacher, head), block_first, block_end - block_first, t.k_t);
-        for (int64_t first = 0; first < t.sequence.query_count; first += t.height) {
-            tile_begin(&t, task, head, first);
-            const skl_range seen = tile_keys(&t);
-            if (seen.begin >= block_end || seen.end <= block_first)
-                continue;
-            tile_load_queries(&t);
-            load_known_rows(&t);
-            key_block_step(&t, block_first, block_end);
-        }
-    }
-    store_dk(&t, side, side->dk, block_first, row_end - block_first, dk);
-    if (attends(&t))
-        store_dk(&t, side, &task->call->attention->dv_s, block_first, row_end - block_first, t.dv);
 }
 
 #endif

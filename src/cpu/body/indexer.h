@@ -293,13 +293,13 @@ static void index_query_step(const index_tile *x, const key_tile *keys, bool kl)
 {
     const tile *const t = &x->base;
     const skl_call *const call = t->task->call;
-    const bool fused_dk = t->task->fused && call->gradients.dk_s.data != NULL;
+    const bool dk = call->gradients.dk_s.data != NULL;
     index_load_keys(x, keys);
     index_gradients(x, keys, kl);
-    if (fused_dk)
+    if (dk)
         clear_rows(t->dk_s, TILE_K, t->student.dim);
-    index_products(x, keys, call->gradients.dq_s.data != NULL, fused_dk ? t->dk_s : NULL);
-    if (!fused_dk)
+    index_products(x, keys, call->gradients.dq_s.data != NULL, dk ? t->dk_s : NULL);
+    if (!dk)
         return;
     wait_for_order(t, keys);
     add_to_sums(t, &t->student, t->student.dk, t->task->key_sums.dk_s, t->head, keys, t->dk_s);
@@ -353,46 +353,6 @@ static void index_backward_queries(const skl_task *task)
     if (x.base.count > 0)
         index_backward_query_tile(&x);
     end_key_sums(&x.base);
-}
-
-/* Adds the contribution of one query tile to the dk of a key block. */
-static void index_block_step(const index_tile *x, int64_t block_first, int64_t block_end)
-{
-    const int64_t end = skl_min(block_end, tile_keys(&x->base).end);
-    for (int64_t first = block_first; first < end; first += TILE_K) {
-        const key_tile keys = {first / TILE_K, first, skl_min(TILE_K, end - first)};
-        index_load_keys(x, &keys);
-        index_gradients(x, &keys, false);
-        index_products(x, &keys, false, x->base.dk_s + (first - block_first) * padded(x->base.student.dim));
-    }
-}
-
-static void index_backward_keys(const skl_task *task)
-{
-    index_tile x;
-    index_begin(&x, task, 0, 0);
-    const tile *const t = &x.base;
-    const skl_side student = t->student;
-    const skl_problem *const p = task->problem;
-    const int64_t key_rows = p->packed ? t->sequence.key_count : skl_student_keys(p, p->len_k);
-    const int64_t block_first = task->tile * KEY_BLOCK;
-    const int64_t row_end = skl_min(block_first + KEY_BLOCK, key_rows);
-    const int64_t block_end = skl_min(row_end, t->sequence.key_count);
-    if (row_end <= block_first)
-        return;
-    clear_rows(t->dk_s, KEY_BLOCK, student.dim);
-    const int64_t sharing = student.heads / student.key_heads;
-    for (int64_t head = task->head * sharing; head < (task->head + 1) * sharing; head++)
-        for (int64_t first = 0; first < t->sequence.query_count; first += t->height) {
-            index_begin(&x, task, head, first);
-            if (tile_keys(t).begin >= block_end || tile_keys(t).end <= block_first)
-                continue;
-            load_teacher_queries(t);
-            index_load_student(&x);
-            load_known_rows(t);
-            index_block_step(&x, block_first, block_end);
-        }
-    store_dk(t, &student, student.dk, block_first, row_end - block_first, t->dk_s);
 }
 
 #endif

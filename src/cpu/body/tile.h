@@ -133,11 +133,11 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     t->g_interleaved = halves(cut(&scratch, HAS_MATRIX * height * TILE_K / 2));
     t->dq_t = cut(&scratch, p->gradients & SKL_DQ_T ? group_size * height * width_t : 0);
     t->dq_s = cut(&scratch, p->gradients & SKL_DQ_S ? height * width_s : 0);
-    t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? KEY_BLOCK * width_t : 0);
-    t->dk_s = cut(&scratch, p->gradients & SKL_DK_S ? KEY_BLOCK * width_s : 0);
+    t->dk_t = cut(&scratch, p->gradients & SKL_DK_T ? TILE_K * width_t : 0);
+    t->dk_s = cut(&scratch, p->gradients & SKL_DK_S ? TILE_K * width_s : 0);
     const int64_t attends = p->gradients & SKL_DV_S ? 1 : 0;
-    t->v = cut(&scratch, attends * KEY_BLOCK * width_s);
-    t->dv = cut(&scratch, attends * KEY_BLOCK * width_s);
+    t->v = cut(&scratch, attends * TILE_K * width_s);
+    t->dv = cut(&scratch, attends * TILE_K * width_s);
     t->o = cut(&scratch, attends * height * width_s);
     t->d_o = cut(&scratch, attends * height * width_s);
     t->doT = cut(&scratch, attends * height * query_width(p->dim_s));

@@ -26,12 +26,10 @@ SKL_INLINE void end_task(void)
 
 TASK(forward)
 TASK(backward_queries)
-TASK(backward_keys)
 TASK(stats_rows)
 TASK(stats_keys)
 TASK(index_forward)
 TASK(index_backward_queries)
-TASK(index_backward_keys)
 TASK(sparse_forward)
 TASK(sparse_backward_queries)
 TASK(sparse_backward_keys)
@@ -41,15 +39,13 @@ static const skl_cpu_works works = {
                   .scratch_size = scratch_size,
                   .forward = forward_task,
                   .backward_queries = backward_queries_task,
-                  .backward_keys = backward_keys_task,
                   .stats_scratch_size = stats_scratch_size,
                   .stats_rows = stats_rows_task,
                   .stats_keys = stats_keys_task},
     .indexer = {.tiles = tiles,
                 .scratch_size = index_scratch_size,
                 .forward = index_forward_task,
-                .backward_queries = index_backward_queries_task,
-                .backward_keys = index_backward_keys_task},
+                .backward_queries = index_backward_queries_task},
     .sparse_indexer = {.tiles = sparse_tiles,
                        .scratch_size = sparse_scratch_size,
                        .forward = sparse_forward_task,

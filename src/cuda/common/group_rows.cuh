@@ -108,14 +108,14 @@ __device__ inline bool keeps_shift(const skl_row_state &state, const row_sums &s
            !(alone && sums.l_a > 0.0F);
 }
 
-/* The state with a shift for a tile whose largest logit is `m`. The new shift may be below the old one; a small sum
- * of S says how far. l_a: the tile's sum of P. Logits that are equal to those of P have it relative to `reference`,
- * up to their number and rounding: they get that shift again. */
-__device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m, float l_a, float reference)
+/* The state with a shift for a tile whose largest logit is `m` and largest P is `p`. The new shift may be below the
+ * old one; a small sum of S says how far. If P is S, log2 p = m - reference up to the roundings of both, and the
+ * shift becomes that of P again. Any other row keeps its own: next to the shift of P its logits would lose digits. */
+__device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m, float p, float reference)
 {
-    constexpr float PAIRS = 64.0F; /* more than a thread has in a row of a tile */
-    const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F), of_largest = ex2(m - reference);
-    const bool of_p = of_largest < 2.0F * l_a && l_a < PAIRS * of_largest;
+    const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F);
+    const float roundings = 0x1p-20F * (1.0F + fabsf(m) + fabsf(reference));
+    const bool of_p = fabsf(lg2(p) - (m - reference)) <= roundings;
     return m > -INFINITY ? skl_state_move(state, state.m_a, of_p ? reference : fmaxf(largest, m)) : state;
 }
 
@@ -184,13 +184,12 @@ template <bool MASKED, bool CLEARED, int BLOCKS, typename REFERENCE>
 __device__ inline void add_group_tile(skl_row_state &state, const float (&p)[BLOCKS][4], const float (&y)[BLOCKS][4],
                                       float scale, int half, const range32 &sees, REFERENCE reference)
 {
-    static_assert(BLOCKS * 2 < 64, "with_shift_for has room for more pairs");
     row_sums sums = sum_group_row<MASKED, CLEARED>(p, y, scale, state.m_b, half, sees);
     const bool keeps = keeps_shift(state, sums);
     if (__any_sync(~0U, !keeps)) {
-        const float m = max_of_row<MASKED>(y, scale, half, sees);
+        const float m = max_of_row<MASKED>(y, scale, half, sees), p_max = max_of_row<MASKED>(p, 1.0F, half, sees);
         if (!keeps)
-            state = with_shift_for(state, m, sums.l_a, reference());
+            state = with_shift_for(state, m, p_max, reference());
         sums = sum_group_row<MASKED, CLEARED>(p, y, scale, state.m_b, half, sees, is_huge(state.m_b));
     }
     add_sums(state, sums);

@@ -31,9 +31,10 @@ inline skl_output dk_sums_of(const skl_cuda_params *params, bool of_teacher, siz
 {
     const skl_problem *const p = &params->problem;
     const skl_side side = of_teacher ? skl_teacher_of(p, &params->call) : skl_student_of(p, &params->call);
-    return side.grad_dtype == SKL_F32 ? *side.dk
-                                      : skl_output_contiguous((char *)params->call.workspace + at, side.key_heads,
-                                                              skl_key_rows(p).rows, side.dim);
+    const int64_t rows = of_teacher ? skl_key_rows(p).rows : skl_student_key_rows(p).rows;
+    return side.grad_dtype == SKL_F32
+               ? *side.dk
+               : skl_output_contiguous((char *)params->call.workspace + at, side.key_heads, rows, side.dim);
 }
 
 inline backward_params backward_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
@@ -59,6 +60,29 @@ __host__ __device__ inline skl_side side_of(const backward_params &params)
 __host__ __device__ inline bool is_grad_of_b(const backward_params &params)
 {
     return (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0);
+}
+
+/* The student's part of a call with a pooled teacher: an indexer of blocks. The tables at params->key_bounds, which
+ * skl_cuda_bounds_of_blocks fills, take the place of all masks: the blocks of each row, then the rows of each block.
+ */
+inline skl_cuda_params block_params_of(const skl_cuda_params *params)
+{
+    const skl_problem *const p = &params->problem;
+    const int64_t rows = p->batch * p->len_q;
+    skl_cuda_params of_blocks = *params;
+    skl_problem *const blocks = &of_blocks.problem;
+    blocks->len_k = skl_student_keys(p, p->len_k);
+    blocks->pool = SKL_POOL_NONE;
+    blocks->window_left = blocks->window_right = 4 * SKL_LENGTH_MAX; /* unlimited */
+    blocks->positions = SKL_POSITIONS_OFFSET;
+    blocks->offset_q = blocks->offset_k = 0;
+    blocks->row_bounds = 1;
+    of_blocks.call.keys = {0, blocks->len_k};
+    of_blocks.call.inputs.key_lengths = NULL;
+    of_blocks.call.inputs.key_begin = params->key_bounds;
+    of_blocks.call.inputs.key_end = params->key_bounds + rows;
+    of_blocks.key_bounds = params->key_bounds + 2 * rows;
+    return of_blocks;
 }
 
 /* Reports a launch to tests; see skl_cuda_launch_hook. */

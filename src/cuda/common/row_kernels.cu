@@ -109,6 +109,31 @@ extern "C" cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, con
     return cudaPeekAtLastError();
 }
 
+/* ---- Blocks of rows, with a pooled teacher ------------------------------------------------------------------- */
+
+static __global__ void __launch_bounds__(ROW_THREADS) bounds_of_blocks(const __grid_constant__ skl_cuda_params params)
+{
+    const skl_problem &p = params.problem;
+    const int64_t count = p.batch * p.len_q;
+    for (int64_t index = first_index(); index < count; index += index_step()) {
+        const skl_sequence s = device_sequence(params, index / p.len_q);
+        const skl_range blocks = skl_pooled_range(&p, skl_visible(&p, &s, index % p.len_q));
+        params.key_bounds[index] = (int32_t)blocks.begin;
+        params.key_bounds[count + index] = (int32_t)blocks.end;
+    }
+}
+
+extern "C" cudaError_t skl_cuda_bounds_of_blocks(const skl_cuda_params *params, const skl_cuda_launch *)
+{
+    const skl_problem *const p = &params->problem;
+    const skl_cuda_params of_blocks = block_params_of(params);
+    const int64_t blocks = p->batch * of_blocks.problem.len_k;
+    record_launch("cuda_general", SKL_VARIANT_BLOCKS, 1);
+    bounds_of_blocks<<<blocks_for(p->batch * p->len_q), ROW_THREADS, 0, params->call.stream>>>(*params);
+    bounds_by_key<<<blocks_for(blocks), ROW_THREADS, 0, params->call.stream>>>(of_blocks);
+    return cudaPeekAtLastError();
+}
+
 /* ---- States ------------------------------------------------------------------------------------------------- */
 
 static __global__ void __launch_bounds__(ROW_THREADS)
@@ -143,10 +168,8 @@ static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid
         const bool has_keys = !(of_keys.m_a == -INFINITY && of_keys.l_a == 0.0F);
         const skl_row_lses lses = group_lses(params, all_rows, head, i, group);
         const skl_row_state state =
-            p.sinks && has_keys
-                ? skl_state_merge(of_keys,
-                                  state_of_sink(skl_sink_logits_of(&params.call.inputs, head, lses), reverse))
-                : of_keys;
+            p.sinks && has_keys ? add_sink(of_keys, skl_sink_logits_of(&params.call.inputs, head, lses), reverse)
+                                : of_keys;
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);
         const float state_lse_t = reverse ? lse_b : lse_a; /* with teacher groups: of the mean, relative to lse_t */

@@ -34,11 +34,18 @@ struct sink_term {
     }
 };
 
-/* The state of a sink, as if it were a row's only key. */
-__device__ inline skl_row_state state_of_sink(const skl_sink_logits &sink, bool reverse)
+/* A weight of 2^this or less is 0 in double, too, with which the CPU sums. */
+constexpr float NO_WEIGHT = -1075.0F;
+
+/* The state of a row's keys and its sink. Where P of the sink has weight and S is 0, the KL is infinite: f32 would
+ * multiply an infinite w by a weight that it rounds to 0. */
+__device__ inline skl_row_state add_sink(const skl_row_state &of_keys, const skl_sink_logits &sink, bool reverse)
 {
     const sink_term a(reverse ? sink.s : sink.t), b(reverse ? sink.t : sink.s);
-    return {a.m, a.l, b.m, b.l, b.l == 0.0F && a.l > 0.0F ? INFINITY : a.l * (a.low - b.low)};
+    skl_row_state sum = skl_state_merge(of_keys, {a.m, a.l, b.m, b.l, a.l * (a.low - b.low)});
+    if (b.l == 0.0F && a.m - sum.m_a > NO_WEIGHT)
+        sum.w = INFINITY;
+    return sum;
 }
 
 /* A row that attends to no key has no sink. */
@@ -57,7 +64,7 @@ __device__ inline skl_row_state with_sink(const skl_cuda_params &params, const s
     if (!p.sinks || !has_sink(p, s, query))
         return state;
     const skl_sink_logits sink = skl_sink_logits_of(&params.call.inputs, head, lses);
-    return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
+    return add_sink(state, sink, p.direction == SKL_KL_REVERSE);
 }
 
 /* The LSEs to which the logits of a forward are relative: those of a teacher group's heads. */

@@ -56,11 +56,12 @@ struct stats_chunk {
         return (tiles + chunks - 1) / chunks;
     }
 
-    /* First query of the chunk's tile in a round; -1: it has none. */
+    /* First query of the chunk's tile in a round; -1: it has none. Under a causal mask the last round, which may be
+     * incomplete, has the shortest tiles. */
     __device__ int first_query(int round) const
     {
-        const int tile = round * chunks + (round % 2 == 0 ? chunk : chunks - 1 - chunk);
-        return tile < tiles ? (first_tile + tile) * tile_rows : -1;
+        const int number = round * chunks + (round % 2 == 0 ? chunk : chunks - 1 - chunk);
+        return number < tiles ? (first_tile + tiles - 1 - number) * tile_rows : -1;
     }
 
     /* Stages of keys that a row of [first, first + count) sees. */

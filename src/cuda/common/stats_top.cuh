@@ -31,7 +31,7 @@ __device__ inline float candidate_value(uint64_t candidate)
 }
 
 /* The k-th largest of a warp's candidates, by bisection; there are at least k, and 0 stands for none. */
-__device__ inline uint64_t kth_largest(const uint64_t (&mine)[LANE_CANDIDATES], int k)
+template <int COUNT> __device__ inline uint64_t kth_largest(const uint64_t (&mine)[COUNT], int k)
 {
     uint64_t kth = 0;
 #pragma unroll 1
@@ -39,7 +39,7 @@ __device__ inline uint64_t kth_largest(const uint64_t (&mine)[LANE_CANDIDATES], 
         const uint64_t next = kth | (uint64_t)1 << bit;
         int at_least = 0;
 #pragma unroll
-        for (int n = 0; n < LANE_CANDIDATES; n++)
+        for (int n = 0; n < COUNT; n++)
             at_least += mine[n] >= next;
         at_least = __reduce_add_sync(~0U, at_least);
         if (at_least >= k)

@@ -67,7 +67,7 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
     const skl_inputs *const in = &call->inputs;
     const skl_gradients *const out = &call->gradients;
     const skl_attention *const of_s = call->attention;
-    const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p);
+    const skl_tensor_rows queries = skl_query_rows(p), keys = skl_key_rows(p), keys_s = skl_student_key_rows(p);
     const skl_dtype type_t = skl_grad_dtype(p, p->dtype_t), type_s = skl_grad_dtype(p, p->dtype_s);
     skl_cuda_layout layout = skl_cuda_aligned;
     if (call->op != SKL_OP_ATTENTION_STATS) {
@@ -75,11 +75,11 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
         look_at(&layout, SKL_TENSOR_K_T, in->k_t, p->dtype_t, p->dim_t, p->key_heads_t, keys);
     }
     look_at(&layout, SKL_TENSOR_Q_S, in->q_s, p->dtype_s, p->dim_s, skl_query_heads_s(p), queries);
-    look_at(&layout, SKL_TENSOR_K_S, in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_TENSOR_K_S, in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys_s);
     look_at(&layout, SKL_DQ_T, skl_cuda_input_of(&out->dq_t), type_t, p->dim_t, p->heads_t, queries);
     look_at(&layout, SKL_DK_T, skl_cuda_input_of(&out->dk_t), type_t, p->dim_t, p->key_heads_t, keys);
     look_at(&layout, SKL_DQ_S, skl_cuda_input_of(&out->dq_s), type_s, p->dim_s, skl_query_heads_s(p), queries);
-    look_at(&layout, SKL_DK_S, skl_cuda_input_of(&out->dk_s), type_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_DK_S, skl_cuda_input_of(&out->dk_s), type_s, p->dim_s, p->key_heads_s, keys_s);
     if (of_s == NULL)
         return layout;
     const bool forward = call->op == SKL_OP_ATTENTION_FORWARD;

@@ -60,7 +60,7 @@ static bool fits_dims(const skl_cuda_kernel *kernel, const skl_problem *p)
     return large <= kernel->dim_max && (kernel->small_dim_max == 0 || small <= kernel->small_dim_max);
 }
 
-enum { ALL_NEEDS = 8 };
+enum { ALL_NEEDS = 9 };
 
 /* How many of the needs of a problem a kernel meets, up to the first that it does not, which *missing explains. */
 static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const char **missing)
@@ -81,6 +81,8 @@ static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const 
         {(kernel->group_max == 0 || skl_group_size(p) <= kernel->group_max) &&
              (!queries_in_memory || fits_group_memory(p)),
          "teacher groups of this size: no tensor cores"},
+        {!skl_is_pooled(p) || p->dim_t <= kernel->pool_dim_max,
+         "a pooled teacher with lists of blocks: no tensor cores"},
         {fits_tile_numbers(kernel, p), "sizes beyond 32-bit tile numbers: no tensor cores"}};
     int n = 0;
     while (n < ALL_NEEDS && needs[n].met)

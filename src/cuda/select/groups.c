@@ -108,6 +108,15 @@ static skl_sparse_layout fused_sparse_layout_of(const choice *s, bool gradients,
     return layout;
 }
 
+/* `size` bytes, and after them the scratch of a pooled teacher for each block. */
+static void give_general_workspace(const choice *s, skl_cuda_launch *launch, size_t size)
+{
+    const size_t blocks = (size_t)s->device->sm_count * SKL_GENERAL_BLOCKS_PER_SM;
+    const size_t scratch = SKL_POOL_SCRATCH_SIZE(s->problem->top_k > 0 ? 1 : SKL_GENERAL_TILE);
+    launch->pooled_at = skl_aligned_size(size);
+    skl_select_give_workspace(s, launch, skl_is_pooled(s->problem) ? launch->pooled_at + blocks * scratch : size);
+}
+
 static void add_indexer_launch(const choice *s, const char *step, bool gradients)
 {
     const skl_problem *const p = s->problem;
@@ -116,7 +125,7 @@ static void add_indexer_launch(const choice *s, const char *step, bool gradients
     const skl_cuda_launcher of_gradients = fused ? kernel->fused : kernel->gradients;
     skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? of_gradients : kernel->forward,
                                                    gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
-    launch->streams_queries = gradients && p->top_k == 0;
+    launch->streams_queries = gradients && p->top_k == 0 && !skl_is_pooled(p);
     if (fused) {
         launch->sums_dk = gradients && (s->request->gradients & SKL_DK_S) != 0;
         launch->sparse = fused_sparse_layout_of(s, gradients, launch->sums_dk);
@@ -125,15 +134,15 @@ static void add_indexer_launch(const choice *s, const char *step, bool gradients
         launch->sparse = sparse_layout_of(s, gradients, !skl_select_only_lse_s(s->request));
         if (!general)
             launch->variant = launch->sparse.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED;
-        skl_select_give_workspace(s, launch,
-                                  !general    ? launch->sparse.end
-                                  : gradients ? launch->sparse.chunk.end
-                                              : skl_select_general_lse_size(s));
+        if (!general)
+            skl_select_give_workspace(s, launch, launch->sparse.end);
+        else
+            give_general_workspace(s, launch, gradients ? launch->sparse.chunk.end : skl_select_general_lse_size(s));
     } else if (!general) {
         set_strips(s, launch, skl_strip_differences_layout(p, s->device->sm_count, gradients));
     } else {
         launch->dense = skl_dense_chunk_of(p, s->device->sm_count);
-        skl_select_give_workspace(s, launch, gradients ? launch->dense.end : skl_select_general_lse_size(s));
+        give_general_workspace(s, launch, gradients ? launch->dense.end : skl_select_general_lse_size(s));
     }
 }
 
@@ -263,6 +272,18 @@ static choice gradients_choice(const choice *s)
     return result;
 }
 
+/* Strips with a pooled teacher read which blocks a row has, and which rows a block, from tables. */
+static void add_blocks(const choice *s)
+{
+    const skl_problem *const p = s->problem;
+    const int64_t count = 2 * p->batch * (p->len_q + skl_student_keys(p, p->len_k));
+    skl_cuda_launch *const launch = skl_select_add(s, "blocks", &skl_cuda_general, skl_cuda_bounds_of_blocks,
+                                                   SKL_VARIANT_BLOCKS, "the student's keys are blocks of keys");
+    skl_select_keep_workspace(s, launch, (size_t)count * sizeof(int32_t));
+    s->launches->key_bounds_at = launch->workspace_at;
+    s->launches->has_key_bounds = true;
+}
+
 void skl_select_indexer(const choice *s)
 {
     const uint32_t gradients = s->gradients ? s->request->gradients : 0;
@@ -270,6 +291,8 @@ void skl_select_indexer(const choice *s)
     const bool of_keys = s->some_keys && gradients & SKL_DK_S;
     /* On tensor cores one launch gives gradients and rows. */
     const bool rows_in_gradients = !s->kernel->general && (of_queries || of_keys);
+    if (skl_is_pooled(s->problem) && !s->kernel->general)
+        add_blocks(s);
     if (s->rows && s->some_rows && !rows_in_gradients)
         add_indexer_launch(s, "forward", false);
     const choice of_gradients = gradients_choice(s);

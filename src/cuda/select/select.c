@@ -105,7 +105,7 @@ void skl_cuda_select(const skl_problem *p, const skl_cuda_target *target, const 
                 .launches = launches,
                 .work = skl_cuda_work_of(p),
                 .some_rows = p->batch > 0 && p->len_q > 0,
-                .some_keys = p->batch > 0 && p->len_k > 0,
+                .some_keys = p->batch > 0 && skl_student_keys(p, p->len_k) > 0,
                 .rows = has_rows(request),
                 .gradients = skl_op_has_gradients(request->op),
                 .capped = skl_select_is_capped(p)};

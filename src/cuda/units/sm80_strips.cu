@@ -7,7 +7,7 @@
 #define SKL_SM80_STRIPS(type)                                                                                        \
     SKL_KERNEL(                                                                                                      \
         sm80, type, strips, "dense indexers, large teacher groups", .does = SKL_DOES_DENSE | SKL_DOES_GROUPS,        \
-        .dim_max = SKL_STRIP_DIM_MAX,                                                                                \
+        .dim_max = SKL_STRIP_DIM_MAX, .pool_dim_max = SKL_INDEXED_DIM_MAX,                                           \
         .forward = SKL_LAUNCHER(sm80, type, strips,                                                                  \
                                 tensor_core::launch_difference_rows<sm80::difference_kernels<SKL_ELEMENT(type)>>),   \
         .gradients =                                                                                                 \

@@ -24,6 +24,9 @@ enum { SKL_CHUNK_BYTES = 1 << 28 }; /* size of a chunk, unless a single tile or 
 
 enum { SKL_INDEX_STEP = 64 }; /* keys that a block processes together */
 
+/* Bytes of a block's scratch for a pooled teacher: two floats for each query and key of a tile. */
+#define SKL_POOL_SCRATCH_SIZE(queries) ((size_t)((queries)*SKL_INDEX_STEP * 2) * sizeof(float))
+
 SKL_HOST_DEVICE size_t skl_aligned_size(size_t size)
 {
     return (size + 255) / 256 * 256;
@@ -52,8 +55,9 @@ enum { SKL_DENSE_CHUNK_TILES_MAX = 256 };
 SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t sm_count)
 {
     const int keys = (p->gradients & SKL_DK_S) != 0;
-    const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k;
-    const int64_t key_steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
+    const skl_tensor_rows of_keys = skl_student_key_rows(p);
+    const int64_t keys_count = of_keys.rows * of_keys.batch;
+    const int64_t key_steps = skl_ceil_div(skl_student_keys(p, p->len_k), SKL_INDEX_STEP);
     skl_dense_chunk chunk;
     chunk.tiles = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_GENERAL_TILE);
     chunk.slots = key_steps * SKL_INDEX_STEP;
@@ -90,11 +94,13 @@ enum { SKL_SPARSE_BUCKETS_MAX = 4096 };
 SKL_HOST_DEVICE skl_sparse_chunk skl_sparse_chunk_of(const skl_problem *p)
 {
     const int keys = (p->gradients & SKL_DK_S) != 0;
-    const int64_t keys_count = p->packed ? p->total_k : p->batch * p->len_k, indices_size = p->top_k * 4;
+    const skl_tensor_rows of_keys = skl_student_key_rows(p);
+    const int64_t keys_count = of_keys.rows * of_keys.batch, indices_size = p->top_k * 4;
     skl_sparse_chunk chunk;
-    const int64_t steps = skl_ceil_div(p->len_k, SKL_INDEX_STEP);
+    const int64_t keys_of_student = skl_student_keys(p, p->len_k);
+    const int64_t steps = skl_ceil_div(keys_of_student, SKL_INDEX_STEP);
     chunk.bucket_keys = SKL_INDEX_STEP * skl_max(1, skl_ceil_div(steps, SKL_SPARSE_BUCKETS_MAX));
-    chunk.buckets = skl_ceil_div(p->len_k, chunk.bucket_keys);
+    chunk.buckets = skl_ceil_div(keys_of_student, chunk.bucket_keys);
     const int64_t entry_dk_size = keys ? indices_size * p->dim_s : 0, order_size = keys ? indices_size : 0;
     const int64_t starts_size = keys ? (chunk.buckets + 1) * 4 : 0;
     chunk.rows = p->batch * p->heads_s * p->len_q;

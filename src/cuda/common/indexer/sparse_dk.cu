@@ -75,7 +75,7 @@ static __global__ void __launch_bounds__(THREADS)
     __shared__ order_memory memory;
     const skl_problem &p = params.problem;
     const sparse_row row = sparse_row_at(params, first + blockIdx.x);
-    const skl_range visible = row.visible;
+    const skl_range visible = skl_pooled_range(&p, row.visible);
     const int32_t *const list = row.list;
     const int64_t count = row.exists ? p.top_k : 0;
     int32_t *const order = (int32_t *)(void *)((char *)params.call.workspace + chunk.order) + blockIdx.x * p.top_k;
@@ -232,7 +232,8 @@ static __device__ void add_chunk(dk_memory &memory, const sparse_dk_params &para
     const skl_problem &p = params.problem;
     const skl_output &dk = params.call.gradients.dk_s;
     const skl_sequence &s = item.sequence;
-    const int64_t key_end = p.packed ? s.key_count : p.len_k; /* padding keys get a gradient of 0 */
+    const int64_t key_end =
+        p.packed ? s.key_count : skl_student_keys(&p, p.len_k); /* padding keys get a gradient of 0 */
     const bool begins = rows.begin >= chunk_rows.begin, ends = rows.end <= chunk_rows.end;
     const int64_t c = item.c_first + threadIdx.x % SLICE;
     float *const sums = &memory.sums[0][0].x;
@@ -266,7 +267,8 @@ static __global__ void __launch_bounds__(THREADS, 2)
     dk_memory &memory = *(dk_memory *)(void *)raw;
     const skl_problem &p = params.problem;
     const float *const entry_dk = (const float *)(const void *)((const char *)params.call.workspace + chunk.entry_dk);
-    const int64_t slices = skl_ceil_div(p.dim_s, SLICE), tiles = skl_ceil_div(p.len_k, KEY_TILE);
+    const int64_t slices = skl_ceil_div(p.dim_s, SLICE),
+                  tiles = skl_ceil_div(skl_student_keys(&p, p.len_k), KEY_TILE);
     const int64_t head_rows = p.heads_s / p.key_heads_s * p.len_q; /* of the heads that share a key head */
 #pragma unroll 1
     for (int64_t n = blockIdx.x; n < p.batch * p.key_heads_s * tiles * slices; n += gridDim.x) {

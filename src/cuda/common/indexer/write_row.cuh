@@ -25,7 +25,8 @@ __device__ inline float write_row(const skl_cuda_params &params, const skl_seque
     skl_row_set(&call.rows.lse_s, &s, head, query, reverse ? lse_a : lse_b);
     skl_row_set(&call.rows.entropy, &s, head, query, entropy);
     skl_row_set(&call.rows.cross_entropy, &s, head, query, entropy + kl);
-    skl_row_set(&call.rows.mass, &s, head, query, skl_mass(mean_lse_t, call.inputs.lse_t.data != NULL));
+    const bool is_share = call.inputs.lse_t.data != NULL || skl_is_pooled(&params.problem);
+    skl_row_set(&call.rows.mass, &s, head, query, skl_mass(mean_lse_t, is_share));
     return mean_lse_t;
 }
 

@@ -40,7 +40,19 @@ inline strip_params params_for(const skl_cuda_params *params, const skl_strip_la
     kernel_params.sum_batches = layout.sum_batches;
     kernel_params.sum_rows = layout.sum_rows;
     kernel_params.rest_at = layout.rest_at;
+    kernel_params.target = skl_is_pooled(&params->problem) ? (float *)(void *)(workspace + layout.target_at) : NULL;
+    kernel_params.target_stride = layout.target_stride;
     return kernel_params;
+}
+
+/* What the scores and the gradients of a pooled teacher's blocks read instead. */
+inline strip_params block_params_for(const strip_params &of_keys)
+{
+    strip_params of_blocks = of_keys;
+    (skl_cuda_params &)of_blocks = block_params_of(&of_keys);
+    of_blocks.lse_given = true; /* M is made of LSEs, and rows.lse_t restricts them to the blocks */
+    of_blocks.target = of_keys.with_teacher ? of_keys.target : NULL;
+    return of_blocks;
 }
 
 /* Where computed teacher LSEs are written, and read by the next kernel: the caller's buffer, or the workspace. */
@@ -103,12 +115,42 @@ cudaError_t launch_strips(PARAMS *kernel_params, const skl_cuda_launch *chosen, 
 /* KERNELS are those of an architecture:
  *
  *   encode(params)                           tensor maps, before the first launch
+ *   encode_teacher(params)                   tensor maps of a pooled teacher
  *   teacher_lse(params, blocks)              LSEs of all teacher heads, to rows.lse_t
+ *   pool(params)                             the target of a pooled teacher
  *   scores(params)                           row states of all splits, and G if params.g has data
- *   queries<DIM>(params), keys<DIM>(params, items) */
-template <typename KERNELS> cudaError_t launch_difference_scores(const KERNELS &kernels, const strip_params &strip)
+ *   queries<DIM>(params), keys<DIM>(params, items)
+ *
+ * The teacher's keys, and the student's, which are blocks of these where the teacher is pooled. */
+struct difference_sides {
+    strip_params teacher, student;
+};
+
+inline difference_sides difference_sides_of(const strip_params &of_keys)
 {
-    const cudaError_t error = kernels.scores(strip);
+    return {of_keys, skl_is_pooled(&of_keys.problem) ? block_params_for(of_keys) : of_keys};
+}
+
+template <typename KERNELS> cudaError_t encode_sides(KERNELS &kernels, const difference_sides &sides)
+{
+    const cudaError_t error = kernels.encode(sides.student);
+    return error == cudaSuccess && sides.student.target != NULL ? kernels.encode_teacher(sides.teacher) : error;
+}
+
+/* The scores of a strip, and of a pooled teacher the target before. */
+template <typename KERNELS>
+cudaError_t launch_difference_scores(const KERNELS &kernels, strip_params teacher, const strip_params &strip,
+                                     const skl_strip_layout &layout)
+{
+    cudaError_t error = cudaSuccess;
+    if (strip.target != NULL) {
+        teacher.strip_first = strip.strip_first;
+        teacher.strip_count = strip.strip_count;
+        teacher.num_splits = layout.num_pool_splits;
+        error = kernels.pool(teacher);
+    }
+    if (error == cudaSuccess)
+        error = kernels.scores(strip);
     return error == cudaSuccess && strip.call.op != SKL_OP_BACKWARD ? launch_finish_rows(strip) : error;
 }
 
@@ -117,18 +159,25 @@ cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *pa
 {
     const skl_problem *const p = &params->problem;
     const skl_strip_layout &layout = launch->strips;
-    strip_params kernel_params = params_for(params, layout);
-    kernel_params.g = NULL;
+    strip_params of_keys = params_for(params, layout);
+    const bool computes_lse = of_keys.with_teacher && !of_keys.lse_given;
+    of_keys.g = NULL;
+    of_keys.wrt.dk = {};
+    if (computes_lse)
+        assign_teacher_lse(&of_keys, layout);
+    difference_sides sides = difference_sides_of(of_keys);
     KERNELS kernels;
-    cudaError_t error = kernels.encode(kernel_params);
+    cudaError_t error = encode_sides(kernels, sides);
     if (error != cudaSuccess)
         return error;
     record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
-    if (kernel_params.with_teacher && !kernel_params.lse_given) {
-        assign_teacher_lse(&kernel_params, layout);
-        error = kernels.teacher_lse(kernel_params, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE));
-    }
-    return error == cudaSuccess ? launch_difference_scores(kernels, kernel_params) : error;
+    if (computes_lse)
+        error = kernels.teacher_lse(sides.teacher, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE));
+    if (error != cudaSuccess)
+        return error;
+    return launch_strips(&sides.student, launch, [&](const strip_params &strip) {
+        return launch_difference_scores(kernels, sides.teacher, strip, layout);
+    });
 }
 
 /* dq and dw, dk, of a strip. */
@@ -152,14 +201,14 @@ cudaError_t launch_difference_gradients(const char *kernel, const skl_cuda_param
 {
     const int64_t dim = params->problem.dim_s;
     const skl_strip_layout &layout = launch->strips;
-    strip_params kernel_params = params_for(params, layout);
+    difference_sides sides = difference_sides_of(params_for(params, layout));
     KERNELS kernels;
-    const cudaError_t encoded = kernels.encode(kernel_params);
+    const cudaError_t encoded = encode_sides(kernels, sides);
     if (encoded != cudaSuccess)
         return encoded;
     record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
-    return launch_strips(&kernel_params, launch, [&](const strip_params &strip) {
-        const cudaError_t error = launch_difference_scores(kernels, strip);
+    return launch_strips(&sides.student, launch, [&](const strip_params &strip) {
+        const cudaError_t error = launch_difference_scores(kernels, sides.teacher, strip, layout);
         return error != cudaSuccess ? error
                : dim <= 64          ? launch_difference_sums<64>(kernels, strip, layout)
                : dim <= 128         ? launch_difference_sums<128>(kernels, strip, layout)

@@ -13,24 +13,36 @@ enum {
     SKL_STRIP_DIM_MAX = 256, /* largest head size of the student */
     SKL_STRIP_SPLITS = 16,   /* splits of a slot's keys, if it has this many tiles: they share the slot's queries */
     SKL_STRIP_BLOCKS = 16,   /* blocks per SM of a scores launch */
+    SKL_POOL_KEYS = 256,     /* keys of a tile of a pooled teacher on Hopper; 64 elsewhere */
+    SKL_POOL_DIM_MAX = 128,  /* largest head size of a pooled teacher on Hopper */
     SKL_STRIP_KEY_BLOCKS = 6 /* blocks per SM of a launch for dk */
 };
 
 typedef struct skl_strip_layout {
-    int64_t slots;         /* of the call */
-    int64_t strip_slots;   /* of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
-    int32_t num_splits;    /* of the keys of a slot, in scores launches */
-    int32_t num_dk_splits; /* of the queries, in launches for dk */
-    int64_t key_items;     /* key tiles of all sequences and key heads */
-    int64_t rest_at;       /* offset from G to its residual plane, in units of 16 bytes; 0: there is none */
+    int64_t slots;           /* of the call */
+    int64_t strip_slots;     /* of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
+    int32_t num_splits;      /* of the keys of a slot, in scores launches */
+    int32_t num_dk_splits;   /* of the queries, in launches for dk */
+    int64_t key_items;       /* key tiles of all sequences and key heads */
+    int64_t rest_at;         /* offset from G to its residual plane, in units of 16 bytes; 0: there is none */
+    int32_t num_pool_splits; /* pooled teacher: splits of the teacher's keys of a slot */
+    int64_t target_stride;   /* pooled teacher: blocks of a row of the target, padded to whole tiles */
     int64_t sum_batches, sum_rows, sum_count;          /* of dk; sum_count counts elements of all splits */
     size_t lse_at, split_rows_at, g_at, sums_at, size; /* offsets in the workspace and its size, in bytes */
     size_t dots_at, split_dots_at;                     /* dot_t of teacher groups; 0: it is not computed */
+    size_t target_at;                                  /* pooled teacher: f32 [slot of a strip][query][block] */
 } skl_strip_layout;
 
 static inline int32_t skl_strip_num_splits(int64_t items, int64_t blocks, int64_t splits_max)
 {
     return (int32_t)skl_max(1, skl_min(skl_ceil_div(blocks, skl_max(1, items)), splits_max));
+}
+
+/* Splits of the keys of a strip's slots, if they have `key_tiles` tiles. */
+static inline int32_t skl_strip_key_splits(int64_t strip_slots, int32_t sm_count, int64_t key_tiles)
+{
+    const int64_t blocks = skl_max((int64_t)sm_count * SKL_STRIP_BLOCKS, strip_slots * SKL_STRIP_SPLITS);
+    return skl_strip_num_splits(strip_slots, blocks, key_tiles);
 }
 
 static inline size_t skl_strip_reserve(size_t *next, int64_t size)
@@ -40,28 +52,33 @@ static inline size_t skl_strip_reserve(size_t *next, int64_t size)
     return at;
 }
 
-/* Slots of strips of `slot_size` bytes, and splits of their work. dk: of `key_heads` heads of `dim`. */
+/* Slots of strips of `slot_size` bytes, and splits of their work. dk: of `key_heads` heads of `dim`. With a pooled
+ * teacher, the student's keys are blocks. */
 static inline void skl_strip_divide(skl_strip_layout *layout, const skl_problem *p, int32_t sm_count,
                                     int64_t slot_size, int64_t key_heads, int64_t dim)
 {
-    const int64_t key_tiles = skl_ceil_div(p->len_k, SKL_STRIP_TILE);
+    const int64_t keys = skl_student_keys(p, p->len_k), key_tiles = skl_ceil_div(keys, SKL_STRIP_TILE);
     layout->slots = p->batch * p->heads_s * skl_ceil_div(p->len_q, SKL_STRIP_TILE);
     layout->strip_slots = slot_size > 0 ? skl_chunk_units(slot_size, layout->slots) : layout->slots;
-    layout->num_splits = skl_strip_num_splits(
-        layout->strip_slots, skl_max((int64_t)sm_count * SKL_STRIP_BLOCKS, layout->strip_slots * SKL_STRIP_SPLITS),
-        key_tiles);
+    layout->num_splits = skl_strip_key_splits(layout->strip_slots, sm_count, key_tiles);
     layout->key_items = p->batch * key_heads * key_tiles;
     layout->num_dk_splits = skl_strip_num_splits(layout->key_items, (int64_t)sm_count * SKL_STRIP_KEY_BLOCKS,
                                                  skl_ceil_div(p->len_q, SKL_STRIP_TILE));
     layout->sum_batches = p->packed ? 1 : p->batch;
-    layout->sum_rows = p->packed ? p->total_k : p->len_k;
+    layout->sum_rows = p->packed ? p->total_k : keys;
     layout->sum_count = layout->num_dk_splits * layout->sum_batches * key_heads * layout->sum_rows * dim;
 }
 
 /* Bytes of a 16-bit plane of a slot. */
 static inline int64_t skl_strip_plane_size(const skl_problem *p)
 {
-    return skl_ceil_div(p->len_k, SKL_STRIP_TILE) * SKL_STRIP_TILE * SKL_STRIP_TILE * 2;
+    return skl_ceil_div(skl_student_keys(p, p->len_k), SKL_STRIP_TILE) * SKL_STRIP_TILE * SKL_STRIP_TILE * 2;
+}
+
+/* Bytes of a slot's target with a pooled teacher: f32 per query and block. */
+static inline int64_t skl_strip_target_size(const skl_problem *p)
+{
+    return skl_is_pooled(p) ? 2 * skl_strip_plane_size(p) : 0;
 }
 
 static inline int64_t skl_strip_rows_size(const skl_strip_layout *layout)
@@ -75,7 +92,11 @@ static inline skl_strip_layout skl_strip_differences_layout(const skl_problem *p
     skl_strip_layout layout = {0};
     /* For dk, G is multiplied by the weights and rounded again: f16 keeps the residual of the first rounding. */
     const int64_t planes = p->dtype_s == SKL_F16 ? 2 : 1, slot_size = planes * skl_strip_plane_size(p);
-    skl_strip_divide(&layout, p, sm_count, gradients ? slot_size : 0, p->key_heads_s, p->dim_s);
+    const int64_t target_size = skl_strip_target_size(p);
+    skl_strip_divide(&layout, p, sm_count, (gradients ? slot_size : 0) + target_size, p->key_heads_s, p->dim_s);
+    layout.num_pool_splits =
+        skl_strip_key_splits(layout.strip_slots, sm_count, skl_ceil_div(p->len_k, SKL_POOL_KEYS));
+    layout.target_stride = target_size / (SKL_STRIP_TILE * (int64_t)sizeof(float));
     layout.rest_at = planes > 1 ? layout.strip_slots * skl_strip_plane_size(p) / 16 : 0;
     const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
     layout.lse_at = skl_strip_reserve(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
@@ -83,6 +104,7 @@ static inline skl_strip_layout skl_strip_differences_layout(const skl_problem *p
     layout.g_at = skl_strip_reserve(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
     layout.sums_at = skl_strip_reserve(
         &layout.size, gradients && p->gradients & SKL_DK_S ? layout.sum_count * (int64_t)sizeof(float) : 0);
+    layout.target_at = skl_strip_reserve(&layout.size, layout.strip_slots * target_size);
     return layout;
 }
 

@@ -76,6 +76,8 @@ struct strip_params : skl_cuda_params {
     float *key_sums;       /* dk: [split of the queries][batch][key head][row][dim] */
     int64_t sum_batches, sum_rows;
     int64_t rest_at; /* offset from the first plane to the second, in units of 16 bytes */
+    float *target;   /* pooled teacher: M of blocks [slot of the strip][query][target_stride]; NULL: not pooled */
+    int64_t target_stride;
 };
 
 /* Differences have gradients of the student alone. */
@@ -208,10 +210,25 @@ struct head_list {
     bool of_b; /* heads of the student */
 };
 
+__device__ inline head_list group_heads(const strip_params &params, int head)
+{
+    const int group = (int)skl_group_size(&params.problem);
+    return {head * group, group, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB, false};
+}
+
+/* The teacher's heads that scores stream: none without a teacher, and none where the target is in memory. */
 __device__ inline head_list teacher_heads(const strip_params &params, int head)
 {
-    const int group = params.with_teacher ? (int)skl_group_size(&params.problem) : 0;
-    return {head * group, group, params.a.heads_per_key, (params.a.dim + SLAB - 1) / SLAB, false};
+    head_list heads = group_heads(params, head);
+    heads.count = params.with_teacher && params.target == NULL ? heads.count : 0;
+    return heads;
+}
+
+/* A pooled teacher's target for a query of the slot, from block `first` on. */
+__device__ inline float *target_row(const strip_params &params, unsigned slot, int row, int first)
+{
+    return params.target + ((int64_t)(slot - (unsigned)params.strip_first) * SIDE + row) * params.target_stride +
+           first;
 }
 
 /* All index heads of a student head share its keys. */

@@ -41,7 +41,7 @@ static __device__ skl_row_state row_with_sink(const skl_cuda_params &params, con
         sum = skl_log_sum_add(sum, inputs.sink_t[head * group + h] - (of_head.value + of_head.low) * SKL_LN2);
     }
     const skl_sink_logits sink = {sum.largest + logf(sum.sum / (float)group), inputs.sink_s[head]};
-    return skl_state_merge(state, state_of_sink(sink, p.direction == SKL_KL_REVERSE));
+    return add_sink(state, sink, p.direction == SKL_KL_REVERSE);
 }
 
 /* Writes the results of a row. With a teacher group, also normalises the LSEs of its heads in `lse`, unless the call

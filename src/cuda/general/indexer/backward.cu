@@ -16,12 +16,12 @@
  *   shared  77 KB: index_memory, row stats */
 #include "cuda/common/indexer/sparse_chunks.cuh"
 #include "cuda/general/gradient_product.cuh"
-#include "cuda/general/indexer/tile.cuh"
+#include "cuda/general/indexer/logits.cuh"
 
 namespace indexer_backward
 {
 
-struct chunk_params : skl_cuda_params {
+struct chunk_params : index_params {
     int32_t rows_known;   /* an earlier launch of the same call stored kl */
     int64_t first, count; /* tiles of the chunk */
     int64_t slots;        /* keys of a tile, at most */
@@ -78,7 +78,7 @@ static __device__ void logit_gradients(float *dy, backward_memory<QUERIES> &memo
         return skl_lse2_of(skl_row_value(&params.call.inputs.lse_t, &tile.sequence,
                                          tile.head * skl_group_size(&params.problem) + h, tile.query_first + query));
     };
-    index_logits(memory.index, params, true, lse_of, [&](int query, int n, float log_p, float y) {
+    index_logits<true>(memory.index, params, true, lse_of, [&](int query, int n, float log_p, float y) {
         const row_stats stats = memory.stats[query];
         const float log_s = log_probability(y, stats.lse_s);
         const float s = ex2(log_s);
@@ -302,7 +302,8 @@ static __global__ void __launch_bounds__(THREADS)
 {
     __shared__ skl_range keys[SKL_DENSE_CHUNK_TILES_MAX]; /* keys that each tile attends to */
     const skl_problem &p = params.problem;
-    const int64_t steps = skl_ceil_div(p.len_k, KEY_TILE), chunk_end = params.first + params.count;
+    const int64_t keys_of_student = skl_student_keys(&p, p.len_k);
+    const int64_t steps = skl_ceil_div(keys_of_student, KEY_TILE), chunk_end = params.first + params.count;
     const int64_t head_tiles = p.heads_s / p.key_heads_s * skl_ceil_div(p.len_q, TILE);
     for (int64_t n = threadIdx.x; n < params.count; n += THREADS) {
         const index_tile tile = index_tile_at<DENSE>(params, params.first + n);
@@ -319,7 +320,8 @@ static __global__ void __launch_bounds__(THREADS)
         const skl_output &to = ends ? params.call.gradients.dk_s : dk_sums;
         const skl_dtype dtype = ends ? skl_grad_dtype(&p, p.dtype_s) : SKL_F32;
         const skl_sequence s = device_sequence(params, flat_key_head / p.key_heads_s);
-        const int64_t key_first = item % steps * KEY_TILE, rows = skl_min(key_rows(p, s) - key_first, KEY_TILE);
+        const int64_t key_first = item % steps * KEY_TILE, key_end = p.packed ? s.key_count : keys_of_student;
+        const int64_t rows = skl_min(key_end - key_first, KEY_TILE);
         for (int64_t e = threadIdx.x; e < rows * p.dim_s; e += THREADS) {
             const int64_t key = key_first + e / p.dim_s, c = e % p.dim_s;
             float sum =
@@ -353,8 +355,9 @@ static chunk_params chunk_params_of(const skl_cuda_params *params, const skl_cud
 {
     char *const workspace = (char *)params->call.workspace;
     const bool keys = params->call.gradients.dk_s.data != NULL;
-    return {*params, launch->rows_known, tiles.begin,        tiles.end - tiles.begin,
-            slots,   key_splits,         (float *)workspace, keys ? (float *)(workspace + entry_dk) : NULL};
+    const index_params of_launch = {*params, (float2 *)(void *)(workspace + launch->pooled_at)};
+    return {of_launch, launch->rows_known, tiles.begin,        tiles.end - tiles.begin,
+            slots,     key_splits,         (float *)workspace, keys ? (float *)(workspace + entry_dk) : NULL};
 }
 
 extern "C" cudaError_t skl_cuda_general_dense_gradients(const skl_cuda_params *params, const skl_cuda_launch *launch)

@@ -1,14 +1,14 @@
 /* General forward of an indexer: KL, LSEs, entropies and mass of each row, with f32 FFMAs.
  *
- *   block   one tile of queries at a time (tile.cuh), grid stride over the tiles; dense: 1 resident per SM, sparse: 2
- *   shared  81 KB: index_memory, row states of all threads: the products need the registers
+ *   block   one tile of queries at a time (tile.cuh), grid stride over the tiles; dense: 1 resident per SM, sparse:
+ * 2, with a pooled teacher 1 shared  81 KB: index_memory, row states of all threads: the products need the registers
  *
  *   each teacher head   its LSE over the keys, unless given
  *   for each 64 keys    all teacher heads -> x = log2 of their mean, all index heads -> y -> row states
  *
  * x and y go through shared memory, from one thread per pair to 2 (dense) or 32 (sparse) threads per row. */
 #include "cuda/common/indexer/write_row.cuh"
-#include "cuda/general/indexer/tile.cuh"
+#include "cuda/general/indexer/logits.cuh"
 
 namespace indexer_forward
 {
@@ -38,7 +38,7 @@ template <int QUERIES> struct head_lses {
 };
 
 /* log2-sum-exp2 of each teacher head, two threads per row of a product. */
-template <int QUERIES>
+template <bool MAY_POOL, int QUERIES>
 static __device__ void compute_lses(skl_lse2 *computed, forward_memory<QUERIES> &shared, const skl_problem &p)
 {
     index_memory<QUERIES> &memory = shared.index;
@@ -50,12 +50,12 @@ static __device__ void compute_lses(skl_lse2 *computed, forward_memory<QUERIES> 
     for (int h = 0, heads; h < group; h += heads) {
         state = skl_state_empty();
         heads = teacher_heads_per_product(memory, group, h);
-        for_each_keys(memory, 0, KEY_TILE, [&](int64_t) {
+        for_each_teacher_keys<MAY_POOL>(memory, p, [&](int64_t) {
             const auto x = [&](int j) { return dots[j * 2 + lane]; };
             teacher_logits(memory, group, h, heads);
             if (row < product_rows(memory, heads))
                 add_pairs<KEY_TILE / 2>(state, NULL, x, x,
-                                        [&](int j) { return sees_key(memory, query, j * 2 + lane); });
+                                        [&](int j) { return teacher_sees_key(memory, query, j * 2 + lane); });
         });
         const skl_row_state merged = row_merge<2>(state);
         if (lane == 0 && row < product_rows(memory, heads))
@@ -65,9 +65,8 @@ static __device__ void compute_lses(skl_lse2 *computed, forward_memory<QUERIES> 
     __syncthreads(); /* all threads may read the LSEs */
 }
 
-template <int QUERIES>
-static __device__ void forward_tile(const skl_cuda_params &params, forward_memory<QUERIES> &shared,
-                                    skl_lse2 *computed)
+template <bool MAY_POOL, int QUERIES>
+static __device__ void forward_tile(const index_params &params, forward_memory<QUERIES> &shared, skl_lse2 *computed)
 {
     constexpr int ROW_LANES = QUERIES == SPARSE ? 32 : THREADS / QUERIES;
     const skl_problem &p = params.problem;
@@ -76,7 +75,7 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
     const bool with_teacher = !skl_only_lse_s(&params.call), reverse = p.direction == SKL_KL_REVERSE;
     const head_lses<QUERIES> lse_of = {params, tile, computed};
     if (with_teacher && params.call.inputs.lse_t.data == NULL)
-        compute_lses(computed, shared, p);
+        compute_lses<MAY_POOL>(computed, shared, p);
 
     const int query = (int)threadIdx.x / ROW_LANES, lane = (int)threadIdx.x % ROW_LANES;
     const bool has_row = query < tile.queries;
@@ -86,7 +85,7 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
     state = skl_state_empty();
     entropy = 0.0F;
     for_each_keys(memory, 0, KEY_TILE, [&](int64_t) {
-        index_logits(memory, params, with_teacher, lse_of, [&](int i, int n, float x_in, float y_in) {
+        index_logits<MAY_POOL>(memory, params, with_teacher, lse_of, [&](int i, int n, float x_in, float y_in) {
             x[i * X_STRIDE + n] = reverse ? y_in : x_in;
             y[i * DOT_STRIDE + n] = reverse ? x_in : y_in;
         });
@@ -111,9 +110,10 @@ static __device__ void forward_tile(const skl_cuda_params &params, forward_memor
                     mean_lse_t);
 }
 
-template <int QUERIES>
-static __global__ void __launch_bounds__(THREADS, QUERIES == SPARSE ? 2 : 1)
-    forward(const __grid_constant__ skl_cuda_params params)
+/* MAY_POOL: the kernel has the code for pooled teachers, whose registers leave no room for a second block. */
+template <int QUERIES, bool MAY_POOL>
+static __global__ void __launch_bounds__(THREADS, MAY_POOL ? 1 : 2)
+    forward(const __grid_constant__ index_params params)
 {
     extern __shared__ __align__(16) unsigned char raw[];
     forward_memory<QUERIES> &memory = *(forward_memory<QUERIES> *)(void *)raw;
@@ -123,23 +123,26 @@ static __global__ void __launch_bounds__(THREADS, QUERIES == SPARSE ? 2 : 1)
 #pragma unroll 1
     for (int64_t n = blockIdx.x; n < tiles; n += gridDim.x)
         if (begin_tile(memory.index, params, tiles - 1 - n)) /* causal: longest first */
-            forward_tile(params, memory, computed);
+            forward_tile<MAY_POOL>(params, memory, computed);
 }
 
-template <int QUERIES> static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
+template <int QUERIES, bool MAY_POOL>
+static cudaError_t launch_forward(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     record_launch("cuda_general", SKL_VARIANT_ROWS, 1);
-    return launch_general(forward<QUERIES>, *params, launch, sizeof(forward_memory<QUERIES>));
+    const index_params of_launch = {*params, (float2 *)(void *)((char *)params->call.workspace + launch->pooled_at)};
+    return launch_general(forward<QUERIES, MAY_POOL>, of_launch, launch, sizeof(forward_memory<QUERIES>));
 }
 
 extern "C" cudaError_t skl_cuda_general_dense_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return launch_forward<DENSE>(params, launch);
+    return launch_forward<DENSE, true>(params, launch);
 }
 
 extern "C" cudaError_t skl_cuda_general_sparse_rows(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    return launch_forward<SPARSE>(params, launch);
+    return skl_is_pooled(&params->problem) ? launch_forward<SPARSE, true>(params, launch)
+                                           : launch_forward<SPARSE, false>(params, launch);
 }
 
 } // namespace indexer_forward

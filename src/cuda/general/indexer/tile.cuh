@@ -8,7 +8,9 @@
  *              64 keys
  *            +----------------+
  *     rows   |  <q_row, k_n>  |    16, 32, 64 or 128 rows per product
- *            +----------------+    16 x 16 threads, each with 1 to 8 rows and 4 keys */
+ *            +----------------+    16 x 16 threads, each with 1 to 8 rows and 4 keys
+ *
+ * With a pooled teacher, the keys of a tile are blocks of the teacher's keys: logits.cuh. */
 #ifndef SKL_CUDA_GENERAL_INDEXER_TILE_CUH
 #define SKL_CUDA_GENERAL_INDEXER_TILE_CUH
 
@@ -30,6 +32,7 @@ struct index_tile {
     int64_t queries;           /* packed sequences can be shorter than the longest one: 0 or less means none */
     int64_t key_first;         /* dense: the first key */
     int64_t key_count;         /* dense: keys that some query attends to; sparse: top_k */
+    skl_range teacher_keys;    /* keys of the teacher that some query attends to; not pooled, dense: the tile's */
     const int32_t *list;       /* sparse */
 };
 
@@ -37,7 +40,10 @@ template <int QUERIES> struct index_memory {
     operand_stages stages;
     __align__(16) float dots[TILE * DOT_STRIDE]; /* [row][key] of a product */
     int64_t keys[KEY_TILE];                      /* -1: none */
-    skl_range visible[QUERIES];                  /* keys of each query */
+    int64_t blocks[KEY_TILE];                    /* pooled teacher: the tile's, while `keys` are the teacher's */
+    int count;                                   /* of keys, the last of which may be -1 */
+    skl_range visible[QUERIES];                  /* keys of each query; with a pooled teacher, blocks */
+    skl_range seen[QUERIES];                     /* the teacher's keys of each query */
     skl_lse2 lse[TILE];                          /* teacher heads: LSE of each row of the product */
     float weights[TILE];                         /* index heads: weight of each row of the product */
     float dw[TILE];                              /* index heads: gradient of each weight */
@@ -63,6 +69,12 @@ template <int QUERIES> __device__ inline bool sees_key(const index_memory<QUERIE
     return skl_index_is_visible(memory.keys[n], memory.visible[query]) != 0;
 }
 
+/* The same while the current 64 are keys of the teacher. */
+template <int QUERIES> __device__ inline bool teacher_sees_key(const index_memory<QUERIES> &memory, int query, int n)
+{
+    return skl_index_is_visible(memory.keys[n], memory.seen[query]) != 0;
+}
+
 /* Tile `index` of [sequence][head][tile of queries]. */
 template <int QUERIES> __device__ inline index_tile index_tile_at(const skl_cuda_params &params, int64_t index)
 {
@@ -74,13 +86,15 @@ template <int QUERIES> __device__ inline index_tile index_tile_at(const skl_cuda
     tile.queries = skl_min(s.query_count - tile.query_first, QUERIES);
     if (tile.queries <= 0)
         return tile;
+    const skl_range top = skl_visible(&p, &s, tile.query_first);
+    const skl_range bottom = skl_visible(&p, &s, tile.query_first + tile.queries - 1);
+    tile.teacher_keys = {top.begin, bottom.end};
     if (QUERIES == SPARSE) {
         tile.list = skl_row_indices(&params.call.inputs, &s, tile.head, tile.query_first);
         tile.key_count = p.top_k;
     } else {
-        const skl_range keys = visible_keys(p, s, tile.query_first);
-        tile.key_first = keys.begin;
-        tile.key_count = keys.end - keys.begin;
+        tile.key_first = skl_pooled_range(&p, top).begin;
+        tile.key_count = skl_pooled_range(&p, bottom).end - tile.key_first;
     }
     return tile;
 }
@@ -101,34 +115,74 @@ __device__ inline bool begin_tile(index_memory<QUERIES> &memory, const skl_cuda_
     __syncthreads();
     const index_tile &tile = memory.tile;
     const skl_range none = {0, 0};
-    if (query < QUERIES)
-        memory.visible[query] =
-            query < tile.queries ? skl_visible(&p, &tile.sequence, tile.query_first + query) : none;
+    if (query < QUERIES) {
+        memory.seen[query] = query < tile.queries ? skl_visible(&p, &tile.sequence, tile.query_first + query) : none;
+        memory.visible[query] = query < tile.queries ? skl_pooled_range(&p, memory.seen[query]) : none;
+    }
     __syncthreads();
     return tile.queries > 0;
 }
 
-/* Calls visit() for each 64 keys of the tile that include a visible one, after it has set memory.keys: those from
- * `first`, first + step, ... */
-template <int QUERIES, typename VISIT>
-__device__ inline void for_each_keys(index_memory<QUERIES> &memory, int64_t first, int64_t step, VISIT visit)
+/* Calls visit() for each 64 of `count` keys that include one, after it has set memory.keys: those from `first`,
+ * first + step, ... key_at(n): key n, or -1. */
+template <int QUERIES, typename KEY, typename VISIT>
+__device__ inline void for_each_of(index_memory<QUERIES> &memory, int64_t first, int64_t step, int64_t count,
+                                   KEY key_at, VISIT visit)
 {
-    const index_tile &tile = memory.tile;
 #pragma unroll 1
-    for (; first < tile.key_count; first += step) {
+    for (; first < count; first += step) {
         const int64_t n = first + threadIdx.x;
-        int64_t key = -1;
+        const int64_t key = threadIdx.x < KEY_TILE && n < count ? key_at(n) : -1;
         __syncthreads(); /* no thread reads the previous keys any more */
-        if (threadIdx.x < KEY_TILE && n < tile.key_count)
-            key = QUERIES == SPARSE ? tile.list[n] : tile.key_first + n;
-        if (QUERIES == SPARSE && !skl_index_is_visible(key, memory.visible[0]))
-            key = -1;
         if (threadIdx.x < KEY_TILE)
             memory.keys[threadIdx.x] = key;
+        if (threadIdx.x == 0)
+            memory.count = (int)skl_min(KEY_TILE, count - first);
         if (__syncthreads_or(key >= 0) != 0)
             visit(first);
     }
     __syncthreads(); /* memory may be used for something else */
+}
+
+/* The same for the tile's keys. */
+template <int QUERIES, typename VISIT>
+__device__ inline void for_each_keys(index_memory<QUERIES> &memory, int64_t first, int64_t step, VISIT visit)
+{
+    const index_tile &tile = memory.tile;
+    const auto key_at = [&](int64_t n) {
+        const int64_t key = QUERIES == SPARSE ? (int64_t)tile.list[n] : tile.key_first + n;
+        return QUERIES == DENSE || skl_index_is_visible(key, memory.visible[0]) ? key : -1;
+    };
+    for_each_of(memory, first, step, tile.key_count, key_at, visit);
+}
+
+/* Key n of blocks of `size` keys, of which the teacher has no others than the tile's; -1: none. */
+template <int QUERIES>
+__device__ inline int64_t key_of_block(const index_memory<QUERIES> &memory, int64_t block, int64_t n, int64_t size)
+{
+    const int64_t key = block * size + n % size;
+    return block >= 0 && skl_index_is_visible(key, memory.tile.teacher_keys) ? key : -1;
+}
+
+/* The same for all keys that the teacher's LSEs cover: with a list of blocks, those of the listed ones. MAY_POOL: the
+ * teacher may be pooled. */
+template <bool MAY_POOL, int QUERIES, typename VISIT>
+__device__ inline void for_each_teacher_keys(index_memory<QUERIES> &memory, const skl_problem &p, VISIT visit)
+{
+    const index_tile &tile = memory.tile;
+    const int64_t size = skl_min(p.pool_size, p.len_k), begin = tile.teacher_keys.begin;
+    if (!MAY_POOL || !skl_is_pooled(&p)) {
+        for_each_keys(memory, 0, KEY_TILE, visit);
+    } else if (QUERIES == DENSE) {
+        for_each_of(
+            memory, 0, KEY_TILE, tile.teacher_keys.end - begin, [&](int64_t n) { return begin + n; }, visit);
+    } else {
+        const auto key_at = [&](int64_t n) {
+            const int64_t block = tile.list[n / size];
+            return skl_index_is_visible(block, memory.visible[0]) ? key_of_block(memory, block, n, size) : -1;
+        };
+        for_each_of(memory, 0, KEY_TILE, tile.key_count * size, key_at, visit);
+    }
 }
 
 /* ---- Products ----------------------------------------------------------------------------------------------- */
@@ -285,80 +339,6 @@ __device__ inline void index_dots(index_memory<QUERIES> &memory, const skl_cuda_
 __device__ inline bool index_active(bool linear, float dot)
 {
     return linear || !(dot <= 0.0F);
-}
-
-/* ---- Logits ------------------------------------------------------------------------------------------------- */
-
-/* Calls use(query, n, x, y) for each visible pair of the tile's queries and memory.keys: x = log2 mean_h P_h over the
- * heads of the teacher group, y = logit of the indexer in base 2; without the teacher x = y. lse_of(h, query) returns
- * the LSE of a teacher head. Each pair is in the registers of one thread; with one query, four threads share the
- * heads of a pair. */
-template <int QUERIES, typename LSE, typename USE>
-__device__ inline void index_logits(index_memory<QUERIES> &memory, const skl_cuda_params &params, bool with_teacher,
-                                    LSE lse_of, USE use)
-{
-    /* Loops over heads are not unrolled: sm_120 would spill registers. */
-    constexpr int SHARERS = QUERIES == SPARSE ? THREADS / KEY_TILE : 1;
-    constexpr int PAIRS = QUERIES * KEY_TILE * SHARERS / THREADS;
-    const int n = (int)threadIdx.x / SHARERS % KEY_TILE, sharer = (int)threadIdx.x % SHARERS;
-    const auto query_of_pair = [&](int pair) {
-        return QUERIES == SPARSE ? 0 : pair * (THREADS / KEY_TILE) + (int)threadIdx.x / KEY_TILE;
-    };
-    const int group = (int)skl_group_size(&params.problem), index_heads = (int)params.problem.index_heads;
-    const bool linear = params.problem.index_linear != 0;
-    float x[PAIRS], sum[PAIRS], y[PAIRS];
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) {
-        x[pair] = -3e38F; /* finite: -inf - -inf would be NaN */
-        sum[pair] = y[pair] = 0.0F;
-    }
-#pragma unroll 1
-    for (int h = 0, heads; with_teacher && h < group; h += heads) {
-        heads = teacher_heads_per_product(memory, group, h);
-        teacher_logits(memory, group, h, heads);
-        const int row = (int)threadIdx.x;
-        if (row < product_rows(memory, heads))
-            memory.lse[row] = lse_of(h + head_of_row<QUERIES>(row), query_of_row<QUERIES>(row));
-        __syncthreads();
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; pair++)
-#pragma unroll 1
-            for (int head = sharer; head < (QUERIES == SPARSE ? heads : 1); head += SHARERS) {
-                const int of = QUERIES == SPARSE ? head : query_of_pair(pair);
-                add_in_log_space(x[pair], sum[pair],
-                                 log_probability(memory.dots[of * DOT_STRIDE + n], memory.lse[of]));
-            }
-        __syncthreads(); /* no thread reads this product any more */
-    }
-#pragma unroll 1
-    for (int g = 0; g < index_heads; g += HEADS<QUERIES>) {
-        const int heads = min(index_heads - g, HEADS<QUERIES>);
-        index_dots(memory, params, g, heads);
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; pair++)
-#pragma unroll 1
-            for (int head = sharer; head < (QUERIES == SPARSE ? heads : 1); head += SHARERS) {
-                const int of = QUERIES == SPARSE ? head : query_of_pair(pair);
-                const float dot = memory.dots[of * DOT_STRIDE + n];
-                y[pair] = index_active(linear, dot) ? fmaf(memory.weights[of], dot, y[pair]) : y[pair];
-            }
-        __syncthreads(); /* no thread reads this product any more */
-    }
-    const float mean = 1.0F / (float)group, scale = memory.sides[STUDENT].scale;
-#pragma unroll
-    for (int pair = 0; pair < PAIRS; pair++) {
-#pragma unroll
-        for (int offset = 1; offset < SHARERS; offset *= 2) {
-            const float other_x = __shfl_xor_sync(~0U, x[pair], offset);
-            const float other_sum = __shfl_xor_sync(~0U, sum[pair], offset), larger = fmaxf(x[pair], other_x);
-            sum[pair] = sum[pair] * ex2(x[pair] - larger) + other_sum * ex2(other_x - larger);
-            x[pair] = larger;
-            y[pair] += __shfl_xor_sync(~0U, y[pair], offset);
-        }
-        const float student = __fmul_rn(y[pair], scale);
-        if (sharer == 0 && sees_key(memory, query_of_pair(pair), n))
-            use(query_of_pair(pair), n, with_teacher ? x[pair] + log2f(sum[pair] * mean) : student, student);
-    }
 }
 
 #endif

@@ -1,12 +1,13 @@
 /* Scores of a strip as differences G = S - P (strip.cuh) by mma.sync: a policy for scores.cuh. The student is an
  * indexer, or an attention head, which is one index head without a ReLU.
  *
- *   teacher head h   P += 2^(X - lse_h) / heads
+ *   teacher head h   P += 2^(X - lse_h) / heads     or P = M of a pooled teacher, from the strip's target
  *   index head g     Y += w_g relu(X)
  *   then             row states, G */
 #ifndef SKL_CUDA_SM80_STRIPS_DIFFERENCE_SCORES_CUH
 #define SKL_CUDA_SM80_STRIPS_DIFFERENCE_SCORES_CUH
 
+#include "cuda/common/strips/pool.cuh"
 #include "cuda/sm80/strips/scores.cuh"
 
 namespace sm80
@@ -29,9 +30,16 @@ template <typename ELEMENT> struct difference_scores {
         return false;
     }
 
-    __device__ void teacher(tile_logits &p, slab_stream<ELEMENT> &slabs) const
+    __device__ void teacher(tile_logits &p, int tile, slab_stream<ELEMENT> &slabs) const
     {
         clear(p);
+        if (params.target != NULL) {
+#pragma unroll
+            for (int m = 0; m < M_TILES; m++)
+                load_target(p[m], params, smem.slot_index, {acc_row<M_TILES>(m, 0), acc_row<M_TILES>(m, 1)},
+                            tile * TILE_KEYS);
+            return;
+        }
         if (!params.with_teacher)
             return;
         const head_list &heads = smem.streamed[0];

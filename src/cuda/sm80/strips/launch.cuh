@@ -6,6 +6,7 @@
 #include "cuda/common/strips/launch.cuh"
 #include "cuda/sm80/strips/difference_gradients.cuh"
 #include "cuda/sm80/strips/difference_scores.cuh"
+#include "cuda/sm80/strips/pool.cuh"
 #include "cuda/sm80/strips/ratio_gradients.cuh"
 
 namespace sm80
@@ -30,6 +31,18 @@ template <typename ELEMENT> struct difference_kernels {
     static cudaError_t teacher_lse(const strip_params &params, int64_t blocks)
     {
         return launch_blocks(lse_kernel<ELEMENT>, blocks, THREADS, sizeof(score_smem), params);
+    }
+
+    static cudaError_t encode_teacher(const strip_params &)
+    {
+        return cudaSuccess;
+    }
+
+    static cudaError_t pool(const strip_params &params)
+    {
+        const bool largest = params.problem.pool_heads == SKL_POOL_HEADS_MAX;
+        return launch_blocks(largest ? pool_kernel<ELEMENT, true> : pool_kernel<ELEMENT, false>,
+                             params.strip_count * params.num_splits, THREADS, sizeof(score_smem), params);
     }
 
     static cudaError_t scores(const strip_params &params)

@@ -217,7 +217,7 @@ template <typename ELEMENT> struct ratio_scores {
     }
 
     /* log_p = log2 P + low, with the low of the lane's row. */
-    __device__ void teacher(tile_logits &log_p, slab_stream<ELEMENT> &slabs) const
+    __device__ void teacher(tile_logits &log_p, int, slab_stream<ELEMENT> &slabs) const
     {
         slabs.for_heads(smem.streamed[0], relative_lse{lse, lane.reference.low},
                         [&](int n, tile_logits &x, const skl_lse2 &lse2) {

@@ -32,11 +32,16 @@ constexpr int TILES_PER_G_TILE = SIDE / TILE_KEYS;
 constexpr int M_TILES = SIDE / (WARPS * 16);          /* of 16 queries, per warp */
 typedef float tile_logits[M_TILES][TILE_KEYS / 8][4]; /* 32 x 64 per warp */
 
-__device__ inline void clear(tile_logits &x)
+__device__ inline void fill(tile_logits &x, float value)
 {
 #pragma unroll
     for (int e = 0; e < M_TILES * TILE_KEYS / 2; e++)
-        x[e / (TILE_KEYS / 2)][e / 4 % (TILE_KEYS / 8)][e % 4] = 0.0F;
+        x[e / (TILE_KEYS / 2)][e / 4 % (TILE_KEYS / 8)][e % 4] = value;
+}
+
+__device__ inline void clear(tile_logits &x)
+{
+    fill(x, 0.0F);
 }
 
 struct slab_stage {
@@ -74,11 +79,20 @@ struct slab_iterator {
     }
 };
 
-template <typename ELEMENT> struct slab_stream {
+/* Tiles of consecutive keys. */
+struct whole_tiles {
+    __device__ static int first_key(int tile)
+    {
+        return tile * TILE_KEYS;
+    }
+};
+
+template <typename ELEMENT, typename TILES = whole_tiles> struct slab_stream {
     const strip_params &params;
     score_smem &smem;
     slab_iterator next_copy; /* the slab that is copied next */
     int stage;               /* of the slab that is multiplied next */
+    TILES tiles;
 
     /* Whether the stage still holds these keys, from two slabs before. */
     __device__ static bool keys_are_reused(const head_list &heads, int n)
@@ -103,7 +117,7 @@ template <typename ELEMENT> struct slab_stream {
                 copy_rows(to.queries[block], queries, block * STAGE_ROWS<SLAB>, slot.count);
             const row_source<ELEMENT> keys = key_rows<ELEMENT>(side, s, head / heads.heads_per_key, 0).slab(dim);
             if (!keys_are_reused(heads, n))
-                copy_rows(to.keys, keys, next_copy.tile * TILE_KEYS, (int)s.key_count);
+                copy_rows(to.keys, keys, tiles.first_key(next_copy.tile), (int)s.key_count);
             next_copy.next(smem);
         }
         cp_async_commit();
@@ -211,8 +225,9 @@ __device__ inline void init_split(score_smem &smem, const strip_params &params)
     smem.split = work.split;
     smem.slot = slot_at(params, smem.slot_index, (unsigned)params.problem.heads_s);
     smem.streamed_count = 0;
-    if (params.with_teacher)
-        smem.streamed[smem.streamed_count++] = teacher_heads(params, smem.slot.head);
+    const head_list teacher = teacher_heads(params, smem.slot.head);
+    if (teacher.count > 0)
+        smem.streamed[smem.streamed_count++] = teacher;
     smem.streamed[smem.streamed_count++] = student_heads(params, smem.slot.head);
     const range32 tiles = tiles_of_split(smem.slot, smem.split, params.num_splits);
     smem.tile_begin = tiles.begin * TILES_PER_G_TILE;
@@ -224,7 +239,7 @@ __device__ inline void init_split(score_smem &smem, const strip_params &params)
  *   element, params_type
  *   teacher_again(params)        whether the teacher's heads stream past a second time, after the student's
  *   SCORES(params, smem)         also clears what the split adds up
- *   teacher(p, slabs), student(y, slabs)
+ *   teacher(p, tile, slabs), student(y, slabs)
  *   finish(m, tile, p, y)        of 16 queries of a warp
  *   end_tile(slabs, p) */
 template <typename SCORES>
@@ -241,14 +256,14 @@ __global__ void __launch_bounds__(THREADS, 2)
     __syncthreads();
     if (smem.slot.count <= 0)
         return;
-    slab_stream<typename SCORES::element> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0};
+    slab_stream<typename SCORES::element> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0, {}};
     slabs.prefetch();
     const SCORES scores(params, smem);
     __syncwarp(); /* only this warp adds to its rows */
 #pragma unroll 1
     for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
         tile_logits p, y;
-        scores.teacher(p, slabs);
+        scores.teacher(p, tile, slabs);
         scores.student(y, slabs);
 #pragma unroll
         for (int m = 0; m < M_TILES; m++)
@@ -272,7 +287,7 @@ __global__ void __launch_bounds__(THREADS, 2) lse_kernel(const __grid_constant__
     }
     __syncthreads();
     const query_slot &slot = smem.slot;
-    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0};
+    slab_stream<ELEMENT> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0, {}};
     slabs.prefetch();
     lse_row rows[M_TILES][2];
 #pragma unroll

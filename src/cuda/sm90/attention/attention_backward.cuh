@@ -11,22 +11,30 @@
  *
  *   block      2 consumer warpgroups of 64 keys, and a producer warpgroup of which 3 warps work; one block per SM
  *   registers  240 per consumer thread: dk and dv (DIM), Y or X (32), dP or T (32), S (16), 32 for the rest; dq
- *              (DIM / 2) takes those of Y and T
+ *              (DIM / 2) takes those of Y and T, while dv and dk are in flight
  *   shared     K and V of the tile, the teacher's K; stages of 64 queries of Q, dO and the teacher's Q; dS of two
  *              stages; 64 dimensions of dq of a stage in f32: 226 KB at DIM = 128
  *
- *   consumer   wgmma       | Y n | dP n  | X n      | dv n        | dq n-1 | dk n             | Y n+1 ...
- *              other pipes |     | exp S | T =      | exp P, dS = |        | dq n-1 to shared |
- *                          |     |       | S (dP -  | T - g P     |        | memory, TMA      |
- *                          |     |       | D + g)   |             |        |                  |
+ *   consumer   wgmma       | Y n | dP n  | X n      | dv n        | dq n-1: low | high    | dk n     | Y n+1 ...
+ *              other pipes |     | exp S | T =      | exp P, dS = |             | low to  | high to  |
+ *                          |     |       | S (dP -  | T - g P     |             | shared, | shared,  |
+ *                          |     |       | D + g)   |             |             | TMA     | TMA      |
  *
  * Keys are rows of all logits, as in dk.cuh, so that S^T is an A operand from registers, and dk and dv stay in
  * registers. dS of both warpgroups goes through shared memory, because dq sums over all keys of the tile. The
- * warpgroups alternate with dq: one multiplies that of even stages, the other that of odd stages, all dimensions at
- * once, so that dS is read once. Each does so one stage later. So they need not meet, and drift apart: one computes
- * exponentials while the other multiplies. dq leaves by way of smem.dq and, from dimension 64 on, of the dS that it
- * was multiplied from. TMA adds it to f32 sums in global memory, in any order, so its last bits differ between runs.
- * At DIM = 128, a stage without dq leaves its dk to the next one, which multiplies it behind Y.
+ * warpgroups alternate with dq: one multiplies that of even stages, the other that of odd stages. Each does so one
+ * stage later. So they need not meet, and drift apart: one computes exponentials while the other multiplies.
+ *
+ * No product waits for dq's way out. The picture shows a stage with dq at DIM = 128: dq is issued behind dv without a
+ * wait, in halves of 64 dimensions, and dk behind it. The low half leaves while the high half is multiplied, the high
+ * half leaves during dk, and dk is still in flight when Y of the next stage is issued. At DIM = 64 dq has one half,
+ * and dk, whose dS comes from registers, follows once dq is complete. In a stage without dq, dk follows dv at
+ * DIM = 64; at DIM = 128 the next stage multiplies it behind Y.
+ *
+ * The low half leaves by way of smem.dq, the high half by way of the dS that it was multiplied from. That dS is free
+ * when both warpgroups have multiplied their dk by it: one waits for that dk and for Y of the next stage before it
+ * arrives at ds_empty, the other waits for its dk before it issues dq. TMA adds dq to f32 sums in global memory, in
+ * any order, so its last bits differ between runs.
  *
  * Row stats belong to columns of the logits: a thread loads those of 16 queries per stage. The teacher's LSE includes
  * the weight g, which saves a load; only masked stages know its sign. */

@@ -9,8 +9,7 @@ namespace sm90
 
 /* Writes a warp's 16 rows of dq to shared memory, in TMA's 128-byte swizzle. stmatrix moves a 32-bit register as two
  * elements: of every 8 dimensions it stores the even ones first, then the odd ones. */
-template <int FIRST, int BLOCKS>
-__device__ inline void write_dq(unsigned char (*rows)[128], const float (&dq)[BLOCKS][4])
+template <int FIRST> __device__ inline void write_dq(unsigned char (*rows)[128], const float (&dq)[8][4])
 {
     const unsigned thread = thread_again(), lane = thread % 32;
     const unsigned row = thread % 128 / 32 * 16 + lane / 16 * 8 + lane % 8;
@@ -74,25 +73,21 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         return slab < 2 ? smem.dq[slab] : &smem.ds[n % 2][(slab - 2) * STAGE_ROWS];
     }
 
-    /* Adds a warp's 16 rows of dq of stage n to the sums in global memory. */
-    __device__ void reduce_add_dq(const float (&dq)[DIM / 8][4], int n)
+    /* Adds 64 dimensions of a warp's 16 rows of dq of stage n to the sums in global memory. */
+    template <int FIRST_SLAB> __device__ void reduce_add_dq(const float (&dq)[8][4], int n)
     {
-        write_dq<0>(dq_slab(0, n), dq);
-        write_dq<4>(dq_slab(1, n), dq);
-        if constexpr (DIM > 64) {
-            named_barrier_sync(2 + warpgroup, 128); /* all warps have multiplied dS, where the rest goes */
-            write_dq<8>(dq_slab(2, n), dq);
-            write_dq<12>(dq_slab(3, n), dq);
-        }
+        write_dq<0>(dq_slab(FIRST_SLAB, n), dq);
+        write_dq<4>(dq_slab(FIRST_SLAB + 1, n), dq);
         fence_proxy_async();
         __syncwarp();
         const stage_info &info = smem.info[n % smem.INFOS];
         const int row = load_again(info.row), head = load_again(info.head);
 #pragma unroll
-        for (int slab = 0; slab < DIM / 32; slab++)
+        for (int slab = FIRST_SLAB; slab < FIRST_SLAB + 2; slab++)
             tma_reduce_add(maps.dq_sums, slab * 32, row + warp * 16, head, load_again(smem.batch),
                            dq_slab(slab, n)[warp * 16]);
-        tma_commit();
+        if constexpr (FIRST_SLAB + 2 == DIM / 32)
+            tma_commit();
     }
 
     /* dq of stage n has left shared memory. */
@@ -165,10 +160,11 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         wgmma_commit();
     }
 
-    /* dq = dS K of all keys of the tile. */
-    __device__ void issue_dq(float (&dq)[DIM / 8][4], int buffer)
+    /* dq = dS K of 64 dimensions, summed over all keys of the tile. */
+    template <int HALF> __device__ void issue_dq(float (&dq)[8][4], int buffer)
     {
-        const uint32_t ds = mn_major_operand(smem.ds[buffer], 0), k = mn_major_operand(&smem.k_b, TILE_KEYS * 128);
+        const uint32_t ds = mn_major_operand(smem.ds[buffer], 0);
+        const uint32_t k = mn_major_operand(smem.k_b.slabs[HALF], TILE_KEYS * 128);
         wgmma_fence();
         wgmma_steps<true, TILE_KEYS / 16>(dq, ds, k, 0, ELEMENT());
         wgmma_commit();
@@ -280,6 +276,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
     /* Adds the 64 x 64 pairs of stage n, and dq of the stage before it (WITH_DQ: every second stage). */
     template <bool MASKED, bool WITH_DQ> __device__ void add_stage(int n)
     {
+        constexpr bool DK_BEHIND_Y = WITH_DQ && DK_LATER;
         const int stage = n % smem.DEPTH, buffer = n % 2;
         const int q_a_stage = n % smem.Q_A_DEPTH, q_a_phase = n / smem.Q_A_DEPTH % 2;
         const stage_pair *const stats = smem.stats[stage];
@@ -287,15 +284,15 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         const int first = MASKED ? load_again(info.row) - load_again(smem.queries.row) : 0;
         stage_logits y, dp; /* y: also X */
         issue_loaded(y, smem.k_b, smem.q_b, smem.of_q_b, n);
-        if constexpr (WITH_DQ && DK_LATER)
+        if constexpr (DK_BEHIND_Y)
             issue_dk({}, n - 1);
         issue_loaded(dp, smem.v, smem.d_out, smem.of_d_out, n);
-        if (!WITH_DQ && n > 0)
-            release_dq(n - 2);
         barrier_wait(smem.stats_full[stage], n / smem.DEPTH % 2);
-        wgmma_wait<WITH_DQ && DK_LATER ? 2 : 1>(); /* for Y; unless DK_LATER, also for dk of stage n - 1 */
+        wgmma_wait<DK_BEHIND_Y ? 2 : 1>(); /* for Y; unless DK_BEHIND_Y, also for dk of stage n - 1 */
         fence_operand(y);
-        if (WITH_DQ && !DK_LATER && n > 0 && thread_again() % 32 == 0)
+        if (!WITH_DQ && n > 0)
+            release_dq(n - 2); /* dq of stage n - 1 may now replace its dS: dk has been multiplied */
+        if (!DK_BEHIND_Y && n > 0 && thread_again() % 32 == 0)
             barrier_arrive(smem.of_q_b.empty[(n - 1) % smem.DEPTH]);
         uint32_t s[4][4];
         float t[8][4];
@@ -304,7 +301,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         barrier_wait(smem.of_q_a.full[q_a_stage], MASKED ? q_a_phase : phase_after(s, q_a_phase));
         wgmma_wait<0>();
         fence_operand(dp);
-        if (WITH_DQ && DK_LATER && n > 0 && thread_again() % 32 == 0)
+        if (DK_BEHIND_Y && n > 0 && thread_again() % 32 == 0)
             barrier_arrive(smem.of_q_b.empty[(n - 1) % smem.DEPTH]);
         compute_t(t, dp, stats);
         fence_operand(t);
@@ -321,33 +318,47 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         named_barrier_sync(2 + warpgroup, 128);
         if (thread_again() % 128 == 0)
             barrier_arrive(smem.ds_full[buffer]);
-        wgmma_wait<0>();                            /* for dv, whose operands leave room for those of dk */
-        barrier_arrive(smem.of_d_out.empty[stage]); /* every lane, because every lane has read row stats */
-        if constexpr (WITH_DQ) {
+        if constexpr (WITH_DQ)
             add_dq<true>(n - 1, ds);
-            wgmma_wait<0>();
-            if (thread_again() % 32 == 0)
-                barrier_arrive(smem.of_q_b.empty[stage]);
-        } else if constexpr (!DK_LATER)
-            issue_dk(ds, n);
+        else {
+            wgmma_wait<0>();                            /* for dv, whose operands leave room for those of dk */
+            barrier_arrive(smem.of_d_out.empty[stage]); /* every lane, because every lane has read row stats */
+            if constexpr (!DK_LATER)
+                issue_dk(ds, n);
+        }
     }
 
-    /* dq of stage n, and dk of the next one, next to dq's way out. */
+    /* Adds dq of stage n, while dv and dk of the next one are multiplied. dk is still in flight on return. */
     template <bool WITH_DK> __device__ void add_dq(int n, const uint32_t (&next_ds)[4][4])
     {
-        constexpr bool IN_FLIGHT = WITH_DK && DIM > 64; /* dk, which takes no operands from registers */
-        float dq[DIM / 8][4];
+        constexpr int HALVES = DIM / 64;
+        constexpr int DK_BEHIND_DQ = WITH_DK && HALVES == 2; /* takes no operands from registers */
+        float low[8][4], high[8][4];                         /* dimensions of dq below 64, and from 64 on */
         barrier_wait(smem.ds_full[n & 1], (n + 2) / 2 % 2 ^ 1);
-        issue_dq(dq, n & 1);
-        if (IN_FLIGHT)
+        issue_dq<0>(low, n & 1);
+        if constexpr (HALVES == 2)
+            issue_dq<1>(high, n & 1);
+        if constexpr (DK_BEHIND_DQ)
             issue_dk(next_ds, n + 1);
+        if constexpr (WITH_DK) {
+            wgmma_wait<HALVES + DK_BEHIND_DQ>(); /* for dv */
+            barrier_arrive(smem.of_d_out.empty[(n + 1) % smem.DEPTH]);
+        }
         wait_for_dq(n - 1);
-        wgmma_wait<IN_FLIGHT ? 1 : 0>();
-        fence_operand(dq);
-        if (WITH_DK && !IN_FLIGHT)
+        wgmma_wait<HALVES - 1 + DK_BEHIND_DQ>();
+        fence_operand(low);
+        if constexpr (WITH_DK && !DK_BEHIND_DQ)
             issue_dk(next_ds, n + 1);
         if (n >= 0)
-            reduce_add_dq(dq, n);
+            reduce_add_dq<0>(low, n);
+        if constexpr (HALVES == 2) {
+            wgmma_wait<DK_BEHIND_DQ>();
+            fence_operand(high);
+            if (n >= 0) {
+                named_barrier_sync(2 + warpgroup, 128); /* all warps have multiplied dS, where this half goes */
+                reduce_add_dq<2>(high, n);
+            }
+        }
     }
 
     __device__ void run()

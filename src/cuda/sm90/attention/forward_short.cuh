@@ -269,9 +269,8 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
         const range32 sees = smem_band{tile_of(n).band, offset}.of(row);
         skl_row_state row_state = of_keys;
         if (params.problem.sinks && sees.begin < sees.end)
-            row_state =
-                skl_state_merge(of_keys, state_of_sink(skl_sink_logits_of(&params.call.inputs, tile.head, NO_LSES),
-                                                       params.problem.direction == SKL_KL_REVERSE));
+            row_state = add_sink(of_keys, skl_sink_logits_of(&params.call.inputs, tile.head, NO_LSES),
+                                 params.problem.direction == SKL_KL_REVERSE);
         const bool one_outcome = sees.end - sees.begin == 1 && !params.problem.sinks;
         const float lse = fast_lse(of_b ? row_state.m_b : row_state.m_a, of_b ? row_state.l_b : row_state.l_a);
         if (of_s)

@@ -4,9 +4,12 @@
  *   X^T = K Q^T    P^T = 2^(scale X^T - lse)
  *
  * Bound: tensor cores, exponentials and shared memory, 256 clocks each per 64 keys x 64 queries at DIM = 128, and the
- * other arithmetic, six instructions per pair, competes with them: the kernel takes 600.
+ * other arithmetic, six instructions per pair, competes with them.
  *
- *   registers  X^T of 64 keys (32); LSE, entropy, distance and maximum of 16 queries (64)
+ *   H200, 32 heads of 128, causal, time of the KL forward: 0.75 at N = 8,192 (0.68 ms), 0.70 at 131,072; WEIGHTED
+ * 0.96; heads of 64: 0.76, heads of 256: 0.59
+ *
+ *   registers  X^T of two stages (64); LSE, entropy, distance and maximum of 16 queries (64)
  *
  *                 64 queries of WG 0   64 queries of WG 1   ...
  *                +--------------------+--------------------+--
@@ -56,10 +59,28 @@ template <typename OP> __device__ inline float fold_quad(float first, float seco
     return op(pair, __shfl_xor_sync(~0U, pair, 2));
 }
 
-/* Adds to global memory. Additions of one thread to one address are in order. */
-__device__ inline void global_add(float *to, float value)
+/* Adds to a float in global memory; predicated, not branched. Additions of one thread to one address are in order. */
+__device__ inline void global_add_if(uint64_t address, float value, bool condition)
 {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
+    asm volatile("{\n"
+                 ".reg .pred adds;\n"
+                 "setp.ne.b32 adds, %2, 0;\n"
+                 "@adds red.relaxed.gpu.global.add.f32 [%0], %1;\n"
+                 "}" ::"l"(address),
+                 "f"(value), "r"((int)condition)
+                 : "memory");
+}
+
+/* Raises a float that is not negative, as does a positive value. As integers, such floats have their order. */
+__device__ inline void global_raise_if(uint64_t address, float value, bool condition)
+{
+    asm volatile("{\n"
+                 ".reg .pred raises;\n"
+                 "setp.ne.b32 raises, %2, 0;\n"
+                 "@raises red.relaxed.gpu.global.max.s32 [%0], %1;\n"
+                 "}" ::"l"(address),
+                 "r"(__float_as_int(value)), "r"((int)condition)
+                 : "memory");
 }
 
 /* WEIGHTED: rows have weights, which may be 0, and keys have maxima. */
@@ -69,7 +90,8 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
     using base::chunk, base::first, base::params, base::sequence, base::smem, base::sync, base::warpgroup;
     typedef E ELEMENT;
     static constexpr int DIM = D;
-    static constexpr bool KEYS_ARE_ROWS = true;
+    static constexpr bool KEYS_ARE_ROWS = true, STRIDED = false, PIPELINED = !CAPPED; /* tanhf branches */
+    static constexpr int PASSES = 1;
     static constexpr bool KEEPS_LSE = !WEIGHTED; /* in registers */
 
     /* Results of a warpgroup's queries. */
@@ -79,9 +101,10 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
         float totals[4][3][STATS_QUERIES]; /* entropy, distance and maximum of each warp */
     };
 
-    float *sums; /* key sums that this thread adds to, from key 0 of the sequence on; NULL: none */
-    float at;    /* position of the sequence's key 0, counted from the thread's first query; its row is added */
-    int low;     /* position of the tile's first query */
+    uint64_t sums;   /* address of the key sums that this thread adds to, from key 0 of the sequence on; 0: none */
+    uint64_t maxima; /* WEIGHTED: address of the maxima that it raises; 0: none */
+    float at;        /* position of the sequence's key 0, counted from the thread's first query; its row is added */
+    int low;         /* position of the tile's first query */
     bool flipped;
     float2 lse2[KEEPS_LSE ? THREAD_COLUMNS / 2 : 1];
     float entropy[THREAD_COLUMNS], distance[THREAD_COLUMNS], largest[THREAD_COLUMNS];
@@ -89,6 +112,17 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
     __device__ shared &rows() const
     {
         return smem.of_warpgroup[warpgroup];
+    }
+
+    /* The maximum of a key in global memory; NULL: it is not wanted. */
+    __device__ float *maximum_of(int key) const
+    {
+        const skl_output &out = params.stats.key_max;
+        const skl_sequence &s = sequence();
+        const int64_t head = params.stats.per_key_head ? chunk().head / params.b.heads_per_key : chunk().head;
+        return (params.layout.results & SKL_STATS_KEY_MAX) == 0
+                   ? NULL
+                   : (float *)out.data + SKL_ROW(out, s.batch, head, s.key_begin + key);
     }
 
     /* The thread's first key in a stage. */
@@ -121,72 +155,111 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
         }
         const int lane = (int)(threadIdx.x % 4);
         float *const slot = chunk().slot(params, chunk().chunk * STATS_WARPGROUPS + warpgroup);
-        sums = slot != NULL && lane < 2 ? slot + key_row() + lane * 8 : NULL;
+        sums = slot != NULL && lane < 2 ? (uint64_t)(slot + key_row() + lane * 8) : 0;
+        if (WEIGHTED)
+            maxima = lane < 2 ? (uint64_t)maximum_of(key_row() + lane * 8) : 0;
         low = warp_uniform(saturated(first + s.diagonal));
         at = (float)(key_row() - low - lane * 2);
         flipped = false;
     }
 
-    /* All keys of a stage are on one side of all queries: distances have one sign. Keys after all queries have
+    /* All keys of a plain stage are on one side of all queries: distances have one sign. Keys after all queries have
      * negative ones, so the sums change their sign first. */
-    __device__ bool is_plain(int key)
+    __device__ int plain_until(int stage, int end)
     {
         const int high = low + STATS_QUERIES - 1;
-        if (!flipped && key >= high) {
+        if (!flipped && stage * STAGE_KEYS >= high) {
             flipped = true;
 #pragma unroll
             for (int c = 0; c < THREAD_COLUMNS; c++)
                 distance[c] = -distance[c];
         }
-        return flipped || key + STAGE_KEYS - 1 <= low;
+        return flipped ? end : min(end, (low + 1) >> 6);
     }
 
-    template <bool MASKED> __device__ void add_stage(stage_logits &x, int first_key)
+    template <int> __device__ void make_room() const
     {
-        const int key = first_key + key_row();
-        const float position = at + (float)first_key, scale = CAPPED ? 1.0F : params.b.scale;
-        float key_sums[2] = {}, maxima[2] = {};
+    }
+
+    template <int> __device__ void end_pass() const
+    {
+    }
+
+    template <int, int> __device__ void add_stage(stage_logits &x, int first_key)
+    {
+        add<false>(x, first_key);
+    }
+
+    template <int> __device__ void add_masked(stage_logits &x, int first_key)
+    {
         if (CAPPED)
             cap_stage(x, x, params.b);
+        add<true>(x, first_key);
+        __syncwarp();
+    }
+
+    /* Keeps products, not logits relative to an LSE: a sink or an LSE of more keys may be far above the logits, and
+     * the difference would lose their last bits. This loop has its own place: in that of the sums, ptxas runs out of
+     * registers and serializes the wgmmas (C7511). */
+    template <bool MASKED> __device__ void add_largest(const stage_logits &x, int key)
+    {
+#pragma unroll
+        for (int c = 0; c < THREAD_COLUMNS; c++) {
+            const range32 sees = MASKED ? rows().visible.of(acc_column(c / 2, c % 2)) : range32{};
+            if (MASKED && c % 4 == 3)
+                __syncwarp(); /* ends what ptxas loads ahead: ranges of all columns would spill */
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const bool seen = !MASKED || (key + half * 8 >= sees.begin && key + half * 8 < sees.end);
+                largest[c] = fmaxf(largest[c], seen ? x[c / 2][half * 2 + c % 2] : -INFINITY);
+            }
+        }
+        if (CAPPED)
+            __syncwarp(); /* the sums load the ranges again */
+    }
+
+    template <bool MASKED> __device__ void add(const stage_logits &x, int first_key)
+    {
+        const int key = first_key + key_row();
+        const float position = at + (float)first_key;
+        const float scale = CAPPED ? 1.0F : MASKED ? params.b.scale : load_shared(smem.scale);
+        float key_sums[2] = {}, largest_p[2] = {};
+        add_largest<MASKED>(x, key);
 #pragma unroll
         for (int n = 0; n < THREAD_COLUMNS / 2; n++) {
-            const float2 lse = KEEPS_LSE ? lse2[n] : load_shared_2(rows().lse2[acc_column(n, 0)]);
+            const float2 lse = MASKED || !KEEPS_LSE ? load_shared_2(rows().lse2[acc_column(n, 0)]) : lse2[n];
 #pragma unroll
             for (int parity = 0; parity < 2; parity++) {
                 const int c = n * 2 + parity;
                 const range32 sees = MASKED ? rows().visible.of(acc_column(n, parity)) : range32{};
                 const float weight = WEIGHTED ? load_shared(rows().weight[acc_column(n, parity)]) : 1.0F;
+                const float of_query = parity == 0 ? lse.x : lse.y;
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
-                    float logit = x[n][half * 2 + parity], log_p = fmaf(logit, scale, parity == 0 ? -lse.x : -lse.y);
+                    float log_p = fmaf(x[n][half * 2 + parity], scale, -of_query);
                     float away = (float)(n * 8 + parity - half * 8) - position;
                     if (MASKED) {
                         const bool seen = key + half * 8 >= sees.begin && key + half * 8 < sees.end;
                         log_p = seen ? log_p : STATS_MASKED_LOGIT;
-                        logit = seen ? logit : -INFINITY;
                         away = flipped ? away : fabsf(away);
                     }
                     const float p = ex2(log_p);
                     const float counted = WEIGHTED ? weight != 0.0F ? p : 0.0F : p;
                     key_sums[half] = WEIGHTED ? fmaf(counted, weight, key_sums[half]) : key_sums[half] + p;
                     if (WEIGHTED)
-                        maxima[half] = fmaxf(maxima[half], counted);
+                        largest_p[half] = fmaxf(largest_p[half], counted);
                     entropy[c] = fmaf(p, log_p, entropy[c]);
                     distance[c] = fmaf(p, away, distance[c]);
-                    largest[c] = fmaxf(largest[c], logit);
                 }
             }
         }
         const float sum = fold_quad(key_sums[0], key_sums[1], [](float a, float b) { return a + b; });
-        if (sums != NULL)
-            global_add(sums + first_key, sum);
-        if (WEIGHTED && params.layout.results & SKL_STATS_KEY_MAX) {
-            const float p = fold_quad(maxima[0], maxima[1], [](float a, float b) { return fmaxf(a, b); });
-            const int lane = (int)(threadIdx.x % 4), of_lane = key + lane * 8;
-            if (lane < 2 && of_lane < sequence().key_count)
-                raise_key(params, sequence(), chunk().head, of_lane, p);
+        global_add_if(sums + (int64_t)first_key * 4, sum, sums != 0);
+        if (WEIGHTED) { /* keys that no row sees have p = 0 */
+            const float p = fold_quad(largest_p[0], largest_p[1], [](float a, float b) { return fmaxf(a, b); });
+            global_raise_if(maxima + first_key * params.stats.key_max.stride_row * 4, at_most_1(p),
+                            maxima != 0 && p > 0.0F);
         }
-        __syncwarp();
     }
 
     /* Folds the sums of the threads that share a query, and writes its results. */

@@ -1,21 +1,28 @@
-/* The skeleton of the Hopper kernels for attention statistics: 4 warpgroups of 64 queries stream the keys that they
+/* The skeleton of the Hopper kernels for attention statistics: 3 warpgroups of 64 queries stream the keys that they
  * see, 64 per stage, and hand the products of a stage to a CONSUMER. bf16 and f16, heads of up to 256.
  *
- *   block      4 warpgroups, each alternates between its wgmmas (W) and its arithmetic (E), as in the narrow forward;
- *              one block per SM, 128 registers per thread
- *   shared     256 queries; DEPTH stages of 64 keys; what the CONSUMER keeps
+ *   block      3 consumer warpgroups and a producer warpgroup; one block per SM
+ *   registers  160 per consumer thread: products of two stages (64), and what the CONSUMER keeps
+ *   shared     192 queries; DEPTH stages of 64 keys; what the CONSUMER keeps
  *
- *   warpgroup 0   W E E E W E E E
- *   warpgroup 1   E W E E E W E E
- *   warpgroup 2   E E W E E E W E
- *   warpgroup 3   E E E W E E E W      its first warp is also the producer (TMA): at stage n it refills the buffer of
- *                                      stage n - 1, at the end of a tile with the first stages of the next tile
+ *   producer   one warp (TMA): the stages of all tiles and passes, DEPTH ahead
+ *   consumer   wgmma        | stage 0 | stage 1 | stage 2 | stage 3 |
+ *              arithmetic             | stage 0 | stage 1 | stage 2 |
+ *
+ * In runs of full stages, nothing orders the wgmmas of a stage and the arithmetic of the stage before: ptxas spreads
+ * these wgmmas through it, which took 0.96 of the time of wgmmas that come first (0.88 with weights). Masked stages
+ * are few: a warpgroup waits for their products.
  *
  * A block processes the tiles of a chunk (common/stats.cuh), and a warpgroup changes tiles independently of the
  * others.
  *
- * CONSUMER has ELEMENT, DIM, KEYS_ARE_ROWS (the products are K Q^T, not Q K^T), a struct `shared` of a warpgroup,
- * start_tile(), which loads nothing but row data, add_stage<MASKED>(x, stage), and finish_tile(). */
+ * CONSUMER has ELEMENT, DIM, KEYS_ARE_ROWS (the products are K Q^T, not Q K^T), PASSES over the keys of a tile,
+ * PIPELINED, a struct `shared` of a warpgroup, and
+ *
+ *   start_tile(), end_pass<PASS>(), finish_tile()
+ *   plain_until(stage, end)       the end of the full stages from `stage` on that may be pipelined, at most `end`
+ *   make_room<PASS>()             called before add_stage, while no wgmma is in flight
+ *   add_stage<PASS, BUFFER>(x, first_key), without a branch, and add_masked<PASS>(x, first_key) */
 #ifndef SKL_CUDA_SM90_ATTENTION_STATS_TILES_CUH
 #define SKL_CUDA_SM90_ATTENTION_STATS_TILES_CUH
 
@@ -28,10 +35,10 @@
 namespace sm90
 {
 
-constexpr int STATS_WARPGROUPS = 4, STATS_QUERIES = 64; /* queries of a warpgroup */
+constexpr int STATS_WARPGROUPS = 3, STATS_QUERIES = 64; /* queries of a warpgroup */
 constexpr int STATS_TILE = STATS_WARPGROUPS * STATS_QUERIES;
-constexpr int STATS_THREADS = 128 * STATS_WARPGROUPS;
-constexpr int STATS_PRODUCER_WARP = 4 * (STATS_WARPGROUPS - 1);
+constexpr int STATS_THREADS = 128 * (STATS_WARPGROUPS + 1);
+constexpr int STATS_REGS = 160, STATS_PRODUCER_REGS = 32;
 
 struct stats_maps {
     CUtensorMap queries, keys;
@@ -49,6 +56,7 @@ template <typename CONSUMER> struct stats_smem {
     typename CONSUMER::shared of_warpgroup[STATS_WARPGROUPS];
     stats_chunk chunk;
     int exists;
+    float scale;
 
     __device__ void init_barriers()
     {
@@ -94,58 +102,58 @@ template <typename SMEM> struct stats_position {
     }
 };
 
+/* The next stage of the pipeline. */
+template <int DEPTH> struct stats_slot {
+    int index, phase;
+
+    __device__ void advance()
+    {
+        if (++index == DEPTH) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+/* Executed by one warp: loads the stages of all tiles of the chunk in the consumers' order. */
+template <typename CONSUMER>
+__device__ inline void produce_stages(const stats_params &params, const stats_maps &maps, stats_smem<CONSUMER> &smem)
+{
+    const stats_chunk &tiles = smem.chunk;
+    const skl_sequence &s = tiles.sequence;
+    const skl_band band = skl_key_band(&params.problem, &s);
+    const int rounds = warp_uniform(tiles.rounds()), head = warp_uniform(tiles.head / params.b.heads_per_key);
+    const int batch = warp_uniform((int)s.batch), first_row = warp_uniform((int)s.key_begin);
+    stats_slot<stats_smem<CONSUMER>::DEPTH> slot = {};
+#pragma unroll 1
+    for (int round = 0; round < rounds; round++) {
+        const int first = tiles.first_query(round);
+        const range32 of_tile = first < 0 ? range32{} : tiles.stages(band, first, STATS_TILE);
+        const int begin = warp_uniform(of_tile.begin), end = warp_uniform(of_tile.end);
+#pragma unroll 1
+        for (int pass = 0; pass < CONSUMER::PASSES; pass++)
+#pragma unroll 1
+            for (int stage = begin; stage < end; stage++, slot.advance()) {
+                uint64_t &full = smem.barriers.full[slot.index];
+                barrier_wait(smem.barriers.empty[slot.index], slot.phase ^ 1);
+                barrier_expect_tx(full, (int)sizeof smem.stages[0]);
+                load_slabs(smem.stages[slot.index].slabs, maps.keys, first_row + stage * STAGE_KEYS, head, batch,
+                           full);
+            }
+    }
+}
+
 template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
     typedef stats_smem<CONSUMER> memory;
     static constexpr int DEPTH = memory::DEPTH, DIM = CONSUMER::DIM;
     using CONSUMER::chunk, CONSUMER::first, CONSUMER::maps, CONSUMER::params, CONSUMER::sequence, CONSUMER::smem;
     using CONSUMER::warp, CONSUMER::warpgroup;
-    int slot, phase;                      /* the next stage to consume */
-    int load_round, load_stage, load_end; /* producer warp: the next stage to load */
+    stats_slot<DEPTH> slot; /* the next stage to consume */
 
-    /* ---- Producer warp -------------------------------------------------------------------------------------- */
-
-    /* Finds the next stage to load; false: there is none. */
-    __device__ bool find_load()
-    {
-        const stats_chunk &tiles = chunk();
-        const int rounds = tiles.rounds();
-        while (load_stage >= load_end && load_round < rounds) {
-            const int of_tile = tiles.first_query(load_round++);
-            if (of_tile < 0)
-                continue;
-            const skl_band band = skl_key_band(&params.problem, &tiles.sequence);
-            const range32 stages = tiles.stages(band, of_tile, STATS_TILE);
-            load_stage = warp_uniform(stages.begin);
-            load_end = warp_uniform(stages.end);
-        }
-        __syncwarp();
-        return load_stage < load_end;
-    }
-
-    __device__ void load(int to)
-    {
-        const skl_sequence &s = sequence();
-        uint64_t &full = smem.barriers.full[to];
-        barrier_expect_tx(full, (int)sizeof smem.stages[to]);
-        load_slabs(smem.stages[to].slabs, maps.keys, warp_uniform((int)s.key_begin) + load_stage * STAGE_KEYS,
-                   warp_uniform(chunk().head / params.b.heads_per_key), warp_uniform((int)s.batch), full);
-        load_stage++;
-    }
-
-    /* Advances after a stage. The producer warp refills the buffer of the stage before, which this warpgroup has
-     * released. */
-    __device__ void advance(bool first_stage)
-    {
-        if (warp == STATS_PRODUCER_WARP && !first_stage && find_load()) {
-            const int previous = slot == 0 ? DEPTH - 1 : slot - 1;
-            barrier_wait(smem.barriers.empty[previous], slot == 0 ? phase ^ 1 : phase);
-            load(previous);
-        }
-        if (++slot == DEPTH) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
+    /* The stages of a tile that this warpgroup sees: `any` query, and `all` of them. */
+    struct stage_ranges {
+        range32 any, all;
+    };
 
     __device__ void load_queries() const
     {
@@ -156,28 +164,98 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
                    warp_uniform(chunk().head), warp_uniform((int)s.batch), full);
     }
 
-    /* ---- Consumers ------------------------------------------------------------------------------------------ */
-
-    __device__ void release() const
+    __device__ void wait_keys() const
     {
-        barrier_arrive_if(smem.barriers.empty[slot], threadIdx.x % 32 == 0);
+        barrier_wait(smem.barriers.full[slot.index], slot.phase);
     }
 
-    __device__ void multiply(stage_logits &x) const
+    __device__ void release(bool condition = true) const
     {
-        const uint32_t keys = k_major_operand(&smem.stages[slot]);
+        barrier_arrive_if(smem.barriers.empty[slot.index], condition && threadIdx.x % 32 == 0);
+    }
+
+    /* Issues the wgmmas of the next stage, whose keys have arrived. */
+    __device__ void issue(stage_logits &x) const
+    {
+        const uint32_t keys = k_major_operand(&smem.stages[slot.index]);
         const uint32_t queries = k_major_operand(&smem.queries[warpgroup]);
         constexpr bool KEYS_ARE_ROWS = CONSUMER::KEYS_ARE_ROWS;
         wgmma_fence();
         wgmma_slabs<typename CONSUMER::ELEMENT, DIM, 64, 64>(x, KEYS_ARE_ROWS ? keys : queries,
                                                              KEYS_ARE_ROWS ? queries : keys);
         wgmma_commit();
-        wgmma_wait<0>();
-        fence_operand(x);
-        release();
     }
 
-    __device__ void run_tile(int first_of_block, int &stages_done, int tiles_done)
+    __device__ static void wait(stage_logits &x)
+    {
+        wgmma_wait<0>();
+        fence_operand(x);
+    }
+
+    /* An even number of full stages, from `stage` on. wgmmas are issued without a condition, with no branch between
+     * them and the arithmetic; otherwise ptxas waits for them at once. So the last stage is issued twice, and its
+     * second result not used. */
+    template <int PASS> __device__ void add_run(int stage, int end)
+    {
+        stage_logits x[2];
+        wait_keys();
+        issue(x[0]);
+#pragma unroll 1
+        for (; stage < end; stage += 2) {
+            wait(x[0]);
+            release();
+            slot.advance();
+            CONSUMER::template make_room<PASS>();
+            wait_keys();
+            issue(x[1]);
+            CONSUMER::template add_stage<PASS, 0>(x[0], stage * STAGE_KEYS);
+            wait(x[1]);
+            const bool last = stage + 2 >= end;
+            release(!last);
+            if (!last)
+                slot.advance();
+            CONSUMER::template make_room<PASS>();
+            wait_keys();
+            issue(x[0]);
+            CONSUMER::template add_stage<PASS, 1>(x[1], (stage + 1) * STAGE_KEYS);
+        }
+        wgmma_wait<0>();
+        release();
+        slot.advance();
+    }
+
+    template <int PASS> __device__ void run_pass(int begin, int end, const stage_ranges &sees)
+    {
+#pragma unroll 1
+        for (int stage = begin; stage < end;) {
+            if constexpr (CONSUMER::PIPELINED) {
+                const int until = stage >= sees.all.begin ? CONSUMER::plain_until(stage, sees.all.end) : 0;
+                const int run = warp_uniform((until - stage) / 2 * 2);
+                if (run > 0) {
+                    add_run<PASS>(stage, stage + run);
+                    stage += run;
+                    continue;
+                }
+            }
+            wait_keys();
+            if (stage >= sees.any.begin && stage < sees.any.end) {
+                stage_logits x;
+                issue(x);
+                wait(x);
+                release();
+                CONSUMER::template make_room<PASS>();
+                CONSUMER::template add_masked<PASS>(x, stage * STAGE_KEYS);
+            } else {
+                __syncwarp();
+                release();
+            }
+            slot.advance();
+            stage++;
+        }
+        CONSUMER::template end_pass<PASS>();
+    }
+
+    __device__ void run_tile(int first_of_block, int tiles_done)
     {
         const stats_chunk &tiles = chunk();
         const skl_band band = skl_key_band(&params.problem, &tiles.sequence);
@@ -185,30 +263,20 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
         if (warp % 4 == 0)
             load_queries();
         CONSUMER::start_tile(band);
-        const range32 all = tiles.stages(band, first_of_block, STATS_TILE);
-        const int begin = warp_uniform(all.begin), end = warp_uniform(all.end);
+        const range32 of_tile = tiles.stages(band, first_of_block, STATS_TILE);
+        const int begin = warp_uniform(of_tile.begin), end = warp_uniform(of_tile.end);
         const int count = (int)skl_max(0, skl_min(STATS_QUERIES, tiles.sequence.query_count - first));
-        const bool whole = count == STATS_QUERIES;
-        const reach sees = reach_of(smem.of_warpgroup[warpgroup].visible, 0, max(count, 1));
-        const int any_begin = warp_uniform(sees.any.begin), any_end = warp_uniform(count > 0 ? sees.any.end : 0);
-        const int all_begin = warp_uniform(sees.all.begin), all_end = warp_uniform(whole ? sees.all.end : 0);
+        const reach keys = reach_of(smem.of_warpgroup[warpgroup].visible, 0, max(count, 1));
+        const int last = STAGE_KEYS - 1, full_end = count == STATS_QUERIES ? keys.all.end / STAGE_KEYS : 0;
+        const stage_ranges sees = {
+            {warp_uniform(keys.any.begin / STAGE_KEYS),
+             warp_uniform(count > 0 ? (keys.any.end + last) / STAGE_KEYS : 0)},
+            {warp_uniform((keys.all.begin + last) / STAGE_KEYS), warp_uniform(full_end)},
+        };
         barrier_wait(smem.queries_full[warpgroup], tiles_done % 2);
-#pragma unroll 1
-        for (int stage = begin; stage < end; stage++) {
-            const int key = stage * STAGE_KEYS;
-            barrier_wait(smem.barriers.full[slot], phase);
-            if (key >= any_end || key + STAGE_KEYS <= any_begin) {
-                release();
-            } else {
-                stage_logits x;
-                multiply(x);
-                if (key >= all_begin && key + STAGE_KEYS <= all_end && CONSUMER::is_plain(key))
-                    CONSUMER::template add_stage<false>(x, key);
-                else
-                    CONSUMER::template add_stage<true>(x, key);
-            }
-            advance(stages_done++ == 0);
-        }
+        run_pass<0>(begin, end, sees);
+        if constexpr (CONSUMER::PASSES == 2)
+            run_pass<1>(begin, end, sees);
         CONSUMER::sync(); /* the warpgroup is done with its queries */
         CONSUMER::finish_tile();
         __syncwarp();
@@ -217,20 +285,41 @@ template <typename CONSUMER> struct stats_warpgroup : CONSUMER {
     __device__ void run()
     {
         const int rounds = warp_uniform(chunk().rounds());
-        int stages_done = 0, tiles_done = 0;
-        if (warp == STATS_PRODUCER_WARP)
-            for (int n = 0; n < DEPTH && find_load(); n++)
-                load(n);
+        int tiles_done = 0;
 #pragma unroll 1
         for (int round = 0; round < rounds; round++) {
             const int first_query = warp_uniform(chunk().first_query(round));
             if (first_query >= 0)
-                run_tile(first_query, stages_done, tiles_done++);
+                run_tile(first_query, tiles_done++);
         }
     }
 };
 
-/* Blocks take chunks blockIdx.x, blockIdx.x + gridDim.x, ... */
+/* Calls run() for chunks blockIdx.x, blockIdx.x + gridDim.x, ..., with barriers and the chunk in shared memory; if
+ * CONSUMER is not STRIDED, a block has one chunk. CONSUMES: the code of the consumers, which have thread 0 and more
+ * registers. */
+template <bool CONSUMES, typename CONSUMER, typename RUN>
+__device__ inline void for_chunks(const stats_params &params, stats_smem<CONSUMER> &smem, RUN run)
+{
+    const unsigned chunks = (unsigned)params.layout.chunks, heads = (unsigned)params.problem.heads_s;
+    unsigned item = blockIdx.x;
+    do {
+        if (CONSUMES && threadIdx.x == 0) {
+            smem.exists = smem.chunk.find(params, item / chunks / heads, (int)(item / chunks % heads),
+                                          (int)(item % chunks), STATS_TILE);
+            smem.scale = params.b.scale;
+            smem.init_barriers();
+        }
+        named_barrier_sync(0, STATS_THREADS);
+        if (warp_uniform(smem.exists))
+            run();
+        named_barrier_sync(0, STATS_THREADS);
+        if (CONSUMES && threadIdx.x == 0)
+            smem.end_barriers();
+        item += gridDim.x;
+    } while (CONSUMER::STRIDED && item < (unsigned)params.problem.batch * heads * chunks);
+}
+
 template <typename CONSUMER>
 __global__ void __launch_bounds__(STATS_THREADS, 1)
     stats_kernel(const __grid_constant__ stats_params params, const __grid_constant__ stats_maps maps)
@@ -238,23 +327,19 @@ __global__ void __launch_bounds__(STATS_THREADS, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ __align__(1024) unsigned char raw[];
     stats_smem<CONSUMER> &smem = *(stats_smem<CONSUMER> *)(void *)raw;
-    const int64_t chunks = params.layout.chunks, heads = params.problem.heads_s;
-#pragma unroll 1
-    for (int64_t item = blockIdx.x; item < params.problem.batch * heads * chunks; item += gridDim.x) {
-        if (threadIdx.x == 0) {
-            smem.exists = smem.chunk.find(params, item / (heads * chunks), (int)(item / chunks % heads),
-                                          (int)(item % chunks), STATS_TILE);
-            smem.init_barriers();
-        }
-        __syncthreads();
-        if (warp_uniform(smem.exists)) {
-            const int warp = warp_index();
+    const int warp = warp_index();
+    if (warp / 4 == STATS_WARPGROUPS) {
+        reg_dealloc<STATS_PRODUCER_REGS>();
+        for_chunks<false>(params, smem, [&]() {
+            if (warp % 4 == 0)
+                produce_stages(params, maps, smem);
+        });
+    } else {
+        reg_alloc<STATS_REGS>();
+        for_chunks<true>(params, smem, [&]() {
             stats_warpgroup<CONSUMER> warpgroup = {{{params, maps, smem, warp / 4, warp}}};
             warpgroup.run();
-        }
-        __syncthreads();
-        if (threadIdx.x == 0)
-            smem.end_barriers();
+        });
     }
 #endif
 }

@@ -4,6 +4,7 @@
 
 #include "cuda/common/strips/launch.cuh"
 #include "cuda/sm90/strips/gradients.cuh"
+#include "cuda/sm90/strips/pool.cuh"
 #include "cuda/sm90/strips/scores.cuh"
 
 namespace sm90
@@ -34,8 +35,9 @@ inline bool encode_student(CUtensorMap *q, CUtensorMap *k, const strip_params &p
 inline bool encode_scores(score_maps *maps, const strip_params &params)
 {
     *maps = {};
+    const bool streams_teacher = params.with_teacher && params.target == NULL;
     return encode_student(&maps->q_s, &maps->k_s, params, SIDE, SIDE) &&
-           (!params.with_teacher || encode_teacher(maps, params));
+           (!streams_teacher || encode_teacher(maps, params));
 }
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
@@ -53,6 +55,19 @@ struct difference_kernels {
             (!gradients || (encode_student(&query.stationary, &query.streamed, params, SIDE, STAGE_KEYS) &&
                             encode_student(&key.streamed, &key.stationary, params, STAGE_KEYS, SIDE)));
         return encoded ? cudaSuccess : encode_error();
+    }
+
+    /* After encode(). */
+    cudaError_t encode_teacher(const strip_params &params)
+    {
+        return sm90::encode_teacher(&score, params) ? cudaSuccess : encode_error();
+    }
+
+    cudaError_t pool(const strip_params &params) const
+    {
+        const bool largest = params.problem.pool_heads == SKL_POOL_HEADS_MAX;
+        return launch_blocks(largest ? pool_kernel<true> : pool_kernel<false>, params.strip_count * params.num_splits,
+                             SCORE_THREADS, sizeof(pool_smem), params, score);
     }
 
     cudaError_t teacher_lse(const strip_params &params, int64_t blocks) const

@@ -11,7 +11,8 @@
  *   shared     two pipelines with stages of 128 rows x 128 dimensions: 4 of queries and 2 of keys, 192 KB
  *
  *   producer   TMA load of one stage after another; keys stay in place for the next head if it shares them
- *   consumer   teacher head h   X = Q_h K_h^T (wgmma)  ->  P += 2^(X - lse_h) / heads
+ *   consumer   teacher head h   X = Q_h K_h^T (wgmma)  ->  P += 2^(X - lse_h) / heads; or P = M of a pooled teacher,
+ *                               from the strip's target (pool.cuh)
  *              index head g     X = q_g k^T  (wgmma)   ->  Y += w_g relu(X)
  *              then             P, Y  ->  row sums, G
  *
@@ -24,7 +25,7 @@
 #ifndef SKL_CUDA_SM90_STRIPS_SCORES_CUH
 #define SKL_CUDA_SM90_STRIPS_SCORES_CUH
 
-#include "cuda/common/strips/logit_tile.cuh"
+#include "cuda/common/strips/pool.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 #include "cuda/sm90/strips/ordered_barrier.cuh"
 
@@ -153,6 +154,28 @@ struct slab_producer {
 
 /* ---- Consumers ---------------------------------------------------------------------------------------------- */
 
+/* x = or += queries times keys of SLABS slabs. The warpgroup's turn ends when half of its wgmmas are complete. */
+template <int SLABS>
+__device__ inline void multiply_slabs(tile_logits &x, uint32_t queries, uint32_t keys, bool add,
+                                      ordered_barrier &order)
+{
+    constexpr int STEPS = SLABS * SLAB / 16;
+    order.wait();
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+        wgmma<false>(x, k_step_descriptor(queries, step, SIDE), k_step_descriptor(keys, step, SIDE), add || step > 0,
+                     skl_bf16());
+        if (step == STEPS / 2 - 1)
+            wgmma_commit();
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    order.arrive();
+    wgmma_wait<0>();
+    fence_operand(x);
+}
+
 struct slab_consumer {
     score_smem &smem;
     int warpgroup; /* warp-uniform */
@@ -161,25 +184,10 @@ struct slab_consumer {
     ordered_barrier order;
 
     /* x = or += queries times keys of a stage, which has SLABS slabs. */
-    template <int SLABS> __device__ void multiply_slabs(tile_logits &x, bool add)
+    template <int SLABS> __device__ void multiply_stage(tile_logits &x, bool add)
     {
-        constexpr int STEPS = SLABS * SLAB / 16;
-        const uint32_t a = k_major_operand(smem.queries[query.index]) + warpgroup * (64 * 128 / 16);
-        const uint32_t b = k_major_operand(smem.keys[key.index]);
-        order.wait();
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < STEPS; step++) {
-            wgmma<false>(x, k_step_descriptor(a, step, SIDE), k_step_descriptor(b, step, SIDE), add || step > 0,
-                         skl_bf16());
-            if (step == STEPS / 2 - 1)
-                wgmma_commit();
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        order.arrive();
-        wgmma_wait<0>();
-        fence_operand(x);
+        multiply_slabs<SLABS>(x, k_major_operand(smem.queries[query.index]) + warpgroup * (64 * 128 / 16),
+                              k_major_operand(smem.keys[key.index]), add, order);
     }
 
     /* x = queries times keys of a head. */
@@ -190,9 +198,9 @@ struct slab_consumer {
             barrier_wait(smem.keys_full[key.index], key.phase);
             barrier_wait(smem.queries_full[query.index], query.phase);
             if (c + 1 < slabs) /* a branch waits for its wgmmas: ptxas has to see their registers */
-                multiply_slabs<2>(x, c > 0);
+                multiply_stage<2>(x, c > 0);
             else
-                multiply_slabs<1>(x, c > 0);
+                multiply_stage<1>(x, c > 0);
             barrier_arrive_if(smem.queries_empty[query.index], elected);
             query.next();
             if (!keys_are_reused) {
@@ -253,8 +261,11 @@ __device__ inline void consume_scores(const strip_params &params, score_smem &sm
             rows_of_split(params, smem.slot_index, smem.split)[acc_row<1>(0, half)] = empty_row();
     const float scale_t = params.a.scale, least = params.least;
     for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
+        const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         tile_logits p, y;
         clear(p);
+        if (params.target != NULL)
+            load_target(p, params, smem.slot_index, rows, tile * SIDE);
         const head_list teacher = teacher_heads(params, slot.head);
         head_lse lse[2] = {lse_of(params, slot, teacher.first, query_of(slot, acc_row<1>(0, 0))),
                            lse_of(params, slot, teacher.first, query_of(slot, acc_row<1>(0, 1)))};
@@ -263,7 +274,6 @@ __device__ inline void consume_scores(const strip_params &params, score_smem &sm
         head_weight w[2] = {weight_of(params, slot, query_of(slot, acc_row<1>(0, 0))),
                             weight_of(params, slot, query_of(slot, acc_row<1>(0, 1)))};
         consumer.add_heads(y, student_heads(params, slot.head), w, index_sum{least});
-        const int rows[2] = {acc_row<1>(0, 0), acc_row<1>(0, 1)};
         const bool sums_wanted = params.call.op != SKL_OP_BACKWARD;
         if (GRADIENTS)
             store_tile<1>(params, slot, g_block(params, smem.slot_index, tile, (int)(threadIdx.x / 32), 0), p, y,
