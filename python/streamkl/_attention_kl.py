@@ -94,6 +94,10 @@ def attention_kl(
     """
     given = dict(sink_t=sink_t, sink_s=sink_s, row_weight=row_weight, lse_t=lse_t, lse_s=lse_s)
     check_tensors("attention_kl", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional=given)
+    if options.get("pool") is not None:
+        shared = dict(reduction=reduction, row_weight=row_weight, lse_t=lse_t, check_lse=check_lse, parallel=parallel)
+        refused = dict(sink_t=sink_t, sink_s=sink_s, lse_s=lse_s)
+        return _pooled(q_t, k_t, q_s, k_s, return_lse, refused, **shared, **options)
     sink_t, sink_s = _as_f32("sink_t", sink_t), _as_f32("sink_s", sink_s)
     check_flags(return_lse=return_lse, check_lse=check_lse)
     gradients = _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s)
@@ -144,6 +148,21 @@ def attention_kl(
         return loss
     assert lse_t is not None and lse_s is not None
     return loss, lse_t, lse_s
+
+
+def _pooled(q_t, k_t, q_s, k_s, return_lse, refused, softcap_s=0.0, link_s="softmax", **options):
+    """The student of a pooled teacher: an indexer with one index head per head, no ReLU and weights of 1."""
+    from .indexer import indexer_kl
+
+    refused = refused | dict(softcap_s=softcap_s or None, link_s=None if link_s == "softmax" else link_s)
+    for name, value in refused.items():
+        if value is not None:
+            shown = "" if isinstance(value, torch.Tensor) else f"={value!r}"
+            raise ValueError(f"{name}{shown}: must be left out with pool: the student of a pooled teacher has none")
+    check_flags(return_lse=return_lse)
+    weights = torch.ones((), dtype=torch.float32, device=q_s.device).expand(*q_s.shape[:-1], 1)
+    result = indexer_kl(q_t, k_t, q_s, k_s, weights, relu=False, return_rows=return_lse, **options)
+    return (result[0], result[1].lse_t, result[1].lse_s) if return_lse else result
 
 
 def _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s) -> int:

@@ -38,6 +38,7 @@ class Term:
     # The lengths are those of packed sequences, in which the rows of the batch follow each other.
     packs_batch: bool = False
     plan: lib.Plan | None = None  # computes the attention and its KL; None until the call has looked it up
+    lse_s: torch.Tensor | None = None  # of a forward that has computed the KL; packed as q_t is
     _weights: float | torch.Tensor | None = None  # see weights()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -64,6 +65,23 @@ class Term:
         self._weights = weight
         return weight
 
+    def weigh(self, row_weight: torch.Tensor, q: torch.Tensor) -> None:
+        """Sets the weights of the rows, before they are used; `q`: the student's queries, packed."""
+        self.row_weight = expand_weight(row_weight, q, self.lengths, self.options)
+
+    def know(self, lse_t: torch.Tensor, lse_s: torch.Tensor) -> None:
+        """Keeps the LSEs of a forward that has computed the KL."""
+        self.lse_t = lse_t if self.lse_t is None else self.lse_t
+        self.lse_s, self.with_value = lse_s, False
+
+    def measure(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """The KL of each row, by a forward of its own; `q` and `k` are packed."""
+        kl, lse_t, lse_s = Operators.forward(
+            self.q_t, self.k_t, q, k, None, None, None, None, self.lse_t, lib.KL | BOTH_LSES, *self.lengths, *self.options
+        )  # fmt: skip
+        self.know(lse_t, lse_s)
+        return kl
+
 
 class Slot:
     """What the two passes of an attention read and write. It does not refer to the graph, which refers to it."""
@@ -73,28 +91,33 @@ class Slot:
         # None: the backward is that of the attention alone. A KL that comes after the forward has a kernel that carries it.
         self.term = term
         self.is_done = False  # the backward has run
-        self.has_kernel = True  # false if a KL came after the forward, and nothing could carry it
+        self.apart: str | None = None  # why later steps run the module's own attention
+        # What an early term was made of: it came before the forward, and its weights come after it.
+        self.early: tuple | None = None
         self.kl: torch.Tensor | None = None  # the KL of each row, once it is known
-        self._value: torch.Tensor | None = None
+        self.value: torch.Tensor | None = None  # the weighted KLs, added up
 
     def know(self, kl: torch.Tensor, weight: float | torch.Tensor) -> None:
         """Keeps the KL of each row. `weight`: the factor of each KL in the loss."""
         assert self.term is not None
         self.kl = kl
         if not isinstance(weight, torch.Tensor):
-            self._value = kl.sum() * weight if weight != 0 else kl.new_zeros(())
+            self.value = kl.sum() * weight if weight != 0 else kl.new_zeros(())
         elif weight.dim() == 0:
-            self._value = weighted(kl.sum(), weight)
+            self.value = weighted(kl.sum(), weight)
         else:
-            self._value = weighted(kl, self.term.unpacked(weight, kl.shape[0])).sum()
+            self.value = weighted(kl, self.term.unpacked(weight, kl.shape[0])).sum()
+
+    def weigh(self) -> torch.Tensor:
+        """The value, from the KL of each row, once the term has its weights."""
+        assert self.term is not None and self.term.lse_s is not None and self.kl is not None
+        self.know(self.kl, self.term.weights(self.term.lse_s))
+        assert self.value is not None
+        return self.value.detach()
 
     def finish(self) -> None:
         """Frees the teacher."""
         self.is_done, self.term = True, None
-
-    def value(self) -> torch.Tensor:
-        """The weighted KLs, added up; NaN as long as they are not known."""
-        return torch.tensor(torch.nan) if self._value is None else self._value
 
 
 class CarriedKL:
@@ -131,7 +154,8 @@ class Carried(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, made.output, made.lse)
         # Not the tensor that the slot keeps: as an output it would refer to the graph.
-        return made.output, q.new_zeros((), dtype=torch.float32) if slot.kl is None else slot.value().detach()
+        value = q.new_zeros((), dtype=torch.float32) if slot.value is None else slot.value.detach()
+        return made.output, value
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -151,12 +175,9 @@ class Carried(torch.autograd.Function):
         elif term is None or scale is None:
             made = Graph(ctx.compute, term, q, k, v).gradients(grad_output)
         else:
-            operands, weight = _operands(term, q, k, lse, scale)
-            *rows, dq, dk, dv = in_one_call(operands, term, v, output, grad_output)
-            if rows and slot.kl is None:
-                slot.know(rows[0], weight)
+            operands, _ = _operands(term, q, k, lse, scale)
+            made = in_one_call(operands, term, v, output, grad_output)[-3:]
             slot.finish()
-            made = dq, dk, dv
         ctx.graph = ctx.of_kl = None
         return *made, None, None
 
@@ -190,33 +211,19 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
     torch's attention, a forward of the KL if its value is wanted, and the same backward
     torch's attention with its own backward, and a one-pass call
     """
-    plan = term.plan or _plan_of(term.q_t, term.k_t, q, k, v, None, term.lengths, term.options)
+    plan = term.plan or plan_of(term.q_t, term.k_t, q, k, v, None, term.lengths, term.options)
     carries = supports(plan, lib.ATTENTION_BACKWARD)
-    needs_rows = term.with_value or term.lse_t is None
+    with_value = term.with_value
+    needs_rows = with_value or term.lse_t is None
     if carries and needs_rows and supports(plan, lib.ATTENTION_FORWARD):
-        kl, lse_t, lse, output = Operators.attention_forward(
-            term.q_t, term.k_t, q, k, v, lib.KL | BOTH_LSES, *term.lengths, *term.options
+        kl, lse_t, lse_s, output = Operators.attention_forward(
+            term.q_t, term.k_t, *map(term.packed, (q, k, v)), lib.KL | BOTH_LSES, *term.lengths, *term.options
         )
-        made = _Forward(output, lse)
+        term.know(lse_t, lse_s)
+        output, lse, kl = (term.unpacked(each, q.shape[0]) for each in (output, lse_s, kl))
     elif carries:
         output, lse = compute(q, k, v)
-        made = _Forward(output, lse)
-        if not term.with_value:
-            return made
-        kl, lse_t, lse = Operators.forward(
-            term.q_t,
-            term.k_t,
-            q,
-            k,
-            None,
-            None,
-            None,
-            None,
-            term.lse_t,
-            lib.KL | BOTH_LSES,
-            *term.lengths,
-            *term.options,
-        )
+        kl = term.measure(q, k) if with_value else None
     else:
         graph = Graph(compute, term, q, k, v)
         lse = None if graph.lse is None else graph.lse.detach()
@@ -225,11 +232,11 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
         if term.with_value:
             slot.know(rows[0], weight)
         return _Forward(graph.output.detach(), lse, graph, [dq, dk])
-    term.lse_t = lse_t if term.lse_t is None else term.lse_t
-    if term.with_value:
-        slot.know(kl, term.weights(lse))
-        term.with_value = False
-    return made
+    if with_value:
+        slot.kl = kl
+        if slot.early is None:
+            slot.weigh()
+    return _Forward(output, lse)
 
 
 def added(own, of_kl, scale):
@@ -255,7 +262,7 @@ class Operands(NamedTuple):
 
 def _operands(term: Term, q, k, lse_s, scale) -> tuple[Operands, float | torch.Tensor]:
     """The operands, whose weights are those of the term times `scale`, and the weights. Computes LSEs that are not known."""
-    q, k, lse_s = term.packed(q), term.packed(k), None if lse_s is None else term.packed(lse_s)
+    q, k, lse_s = term.packed(q), term.packed(k), term.lse_s if lse_s is None else term.packed(lse_s)
     lse_t = term.lse_t
     if lse_t is None or lse_s is None:
         computed_t, computed_s = Operators.forward(
@@ -361,14 +368,14 @@ def attention(
     return out, CarriedKL(loss, slot)
 
 
-def _plan_of(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
+def plan_of(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
     return plan_for(specs_of(q_t=q_t, k_t=k_t, q_s=q, k_s=k, v_s=v, lse_t=lse_t, **lengths._asdict()), options)
 
 
 def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
     """The plan. Its rules are checked here, and not in the backward."""
     try:
-        return _plan_of(q_t, k_t, q, k, v, lse_t, lengths, options)
+        return plan_of(q_t, k_t, q, k, v, lse_t, lengths, options)
     except ValueError as error:
         raise ValueError(re.sub(r"\b(q|k|v|dim)_s\b", r"\1", str(error))) from None  # by the names of this function
 

@@ -212,11 +212,22 @@ class CarriedOptions(_Rows, total=False):
 
 class _Loss(_Rows, total=False):
     """
+    pool: ``("max", block)`` or ``("sum", block)``: the teacher is pooled over blocks of this many keys, and the student has one
+        key per block: ``k_s`` has ``len_k / block`` rows, rounded as ``pool_blocks`` says, and ``indices`` are blocks. The
+        target of a row is M_b / sum_b M_b with M_b the largest P_j of block b, or their sum. Not for packed
+        sequences. The student of ``attention_kl`` then has no softcap, no sink, no linear link and no ``lse_s``.
+    pool_heads: how ``pool`` combines the teacher heads of a group before: ``"mean"``, P_j = mean_h P_hj, or ``"max"``.
+    pool_blocks: the blocks of a row with ``pool``: ``"complete"``: those whose keys it all attends to (Qwen QSA);
+        ``"earlier"``: the same without the block of its last key (SeerAttention-R); ``"visible"``: those whose first key it
+        attends to, so that the last one may be incomplete. ``k_s`` is rounded down with ``"complete"``, else up.
     reduction: ``"mean"``: weighted mean over the rows that attend to at least one key; ``"sum"``; ``"none"``.
     parallel: process groups, if the call is split over ranks: see :class:`streamkl.Parallel`.
     """
 
     softmax_scale_s: Annotated[float | None, None]
+    pool: Annotated[Pool, None]
+    pool_heads: Annotated[PoolHeads, "mean"]
+    pool_blocks: Annotated[PoolBlocks, "complete"]
     reduction: Annotated[Reduction, "mean"]
     check_lse: Annotated[bool, False]
     parallel: Annotated[Parallel | None, None]
@@ -257,14 +268,6 @@ class IndexerOptions(_Loss, total=False):
     """
     softmax_scale_s: factor of the indexer's weighted sum; default ``1 / sqrt(dim_s * G)``.
     relu: ``False``: the sum over index heads takes their dot products without a ReLU.
-    pool: ``("max", block)`` or ``("sum", block)``: the teacher is pooled over blocks of this many keys, and the indexer has one
-        key per block: ``k_s`` has ``len_k / block`` rows, rounded as ``pool_blocks`` says, and ``indices`` are blocks. The
-        target of a row is M_b / sum_b M_b with M_b the largest P_j of block b, or their sum. Only on a CPU, and not
-        for packed sequences.
-    pool_heads: how ``pool`` combines the teacher heads of a group before: ``"mean"``, P_j = mean_h P_hj, or ``"max"``.
-    pool_blocks: the blocks of a row with ``pool``: ``"complete"``: those whose keys it all attends to (Qwen QSA);
-        ``"earlier"``: the same without the block of its last key (SeerAttention-R); ``"visible"``: those whose first key it
-        attends to, so that the last one may be incomplete. ``k_s`` is rounded down with ``"complete"``, else up.
     lse_t: the teacher's log-sum-exp (natural log, f32) of each row over exactly the keys that it attends to,
         ``[batch, heads_t, len_q]``, packed ``[heads_t, total_q]``, as the teacher's attention returns it. The teacher's
         logits are then computed once instead of twice. Default: computed. With ``pool`` it may cover more keys; the default
@@ -284,9 +287,6 @@ class IndexerOptions(_Loss, total=False):
     """
 
     relu: Annotated[bool, True]
-    pool: Annotated[Pool, None]
-    pool_heads: Annotated[PoolHeads, "mean"]
-    pool_blocks: Annotated[PoolBlocks, "complete"]
     lse_t_wider: Annotated[bool, False]
     lse_t_visible: Annotated[torch.Tensor | None, None]
     row_weight: Annotated[torch.Tensor | Literal["mass"] | None, None]  # type: ignore[misc]

@@ -31,6 +31,7 @@ def arguments(folder, out, *more, steps=6, **options):
     given = dict(
         teacher=folder / "teacher", data=folder / "data.npy", out=folder / out, context=CONTEXT, steps=steps, batch=2, rate=3e-3,
         student_layers=2, student_heads=2, eval_sequences=2, needles=1, needle_lengths=CONTEXT, checkpoint_every=2,
+        attention_weight=1,  # a few steps show what it teaches
     )  # fmt: skip
     given.update(options)
     flags = [

@@ -306,6 +306,36 @@ def check_random_attention():
             raise AssertionError(f"random_case({seed})") from error
 
 
+def check_losses_of_logits_in_one_kernel():
+    from streamkl.distill import _output_losses as chunked
+
+    for dtype, size, weights in product(FLOATS, (1000, 49152), ((1.0, 0.0), (0.0, 1.0), (0.7, 0.3))):
+        logits_s, logits_t = ((3 * torch.randn(77, size, device="cuda")).to(dtype) for _ in range(2))
+        labels = torch.randint(0, size, (77,), device="cuda")
+        labels[::5] = -100
+        given_t = logits_t if weights[0] else None
+        exact = chunked._chunk_losses(logits_s.double(), None if given_t is None else given_t.double(), labels, *weights, False)
+        for may_overwrite in False, True:
+            found = chunked._fused_losses(logits_s, given_t, labels, *weights, may_overwrite)
+            assert_close_in_norm(found[0], exact[0], 4e-3 if dtype == torch.bfloat16 else 1e-5)
+            for one, other in zip(found[1:], exact[1:]):
+                torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def check_fused_norms():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from streamkl.distill._fast import fuse_norms
+
+    norm = LlamaRMSNorm(576, 1e-5).cuda().bfloat16()
+    x = torch.randn(4, 256, 576, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn_like(x)
+    expected = norm(x), *torch.autograd.grad(norm(x), (x, norm.weight), g)
+    assert fuse_norms(norm) == 1
+    for one, other in zip((norm(x), *torch.autograd.grad(norm(x), (x, norm.weight), g)), expected):
+        assert_close_in_norm(one, other)
+
+
 def check_compiled_attention():
     for name in "bf16", "teacher_groups":
         carried_cases.check_compiled(**carried_cases.CASES[name], device="cuda")
@@ -349,6 +379,24 @@ def check_indexer_against_the_reference():
     shapes = dict(device="cuda"), f16, INDEXER_BF16
     for shape, top_k, direction, reduction, mask in product(shapes, (0, 9), DIRECTIONS, REDUCTIONS, masks):
         indexer_cases.compare(make_indexer(**shape, top_k=top_k), direction=direction, reduction=reduction, **mask)
+
+
+def check_pooled_teachers():
+    """Blocks of keys, dense and in lists, of sizes that divide tiles of keys, do not, and exceed them."""
+    f16 = dict(INDEXER_BF16, dtype_t=torch.float16, dtype_s=torch.float16, dtype_w=torch.float16)
+    targets = tuple(product(("max", "sum"), ("mean", "max"), ("complete", "earlier", "visible")))
+    for shape, top_k in product((dict(device="cuda"), f16, INDEXER_BF16), (0, 3)):
+        for n, (pool, pool_heads, pool_blocks) in enumerate(targets):
+            len_k = shape.get("len_k", 23)
+            block = (4, 16, 7, 64, 1, 100)[n % 6] if len_k > 100 else (4, 1, 5)[n % 3]
+            keys_s = len_k // block if pool_blocks == "complete" else -(-len_k // block)
+            lengths = torch.tensor([len_k, len_k // 2], device="cuda")
+            mask = ({}, dict(causal=True), dict(causal=True, key_lengths=lengths), dict(window_size=(40, 9)))[n % 4]
+            options = dict(pool=(pool, block), pool_heads=pool_heads, pool_blocks=pool_blocks)
+            indexer = make_indexer(**shape, top_k=top_k, keys_s=keys_s, seed=n)
+            indexer_cases.compare(indexer, **options, **mask, reduction=REDUCTIONS[n % 3])
+            if n % 4 == 1:
+                indexer_cases.compare(indexer, **options, **mask, direction="reverse")
 
 
 def check_f16_gradients_stay_in_range():
@@ -531,7 +579,7 @@ def check_nccl_with_one_rank():
 CHECKS = {
     name.removeprefix("check_"): function for name, function in list(globals().items()) if name.startswith("check_")
 }
-NEEDS_TRANSFORMERS = {"lses_of_torch", "distiller"}
+NEEDS_TRANSFORMERS = {"lses_of_torch", "distiller", "fused_norms"}
 
 
 def main(names):

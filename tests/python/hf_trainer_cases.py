@@ -165,13 +165,17 @@ def distillation(path, sizes, options):
     if not hasattr(trl, "DistillationTrainer"):
         pytest.skip("this release of TRL has no DistillationTrainer")
     data = Dataset.from_list([dict(prompt=words(i, 2 + i % 3)) for i in range(SEQUENCES)])
+    from streamkl.trl import AttentionDistillationTrainer
+
     config = arguments(path, trl.DistillationConfig, max_completion_length=6, bf16=False, **sizes)
-    return _make(trl.DistillationTrainer, config, options, "teacher_model", train_dataset=data,
+    return _make(AttentionDistillationTrainer, config, options, "teacher_model", train_dataset=data,
                  processing_class=make_tokenizer())  # fmt: skip
 
 
 def _make(kind, config, options, teacher_name="teacher", **more):
-    class Trainer(Records, DistillationMixin, kind):
+    bases = (Records, kind) if issubclass(kind, DistillationMixin) else (Records, DistillationMixin, kind)
+
+    class Trainer(*bases):
         pass
 
     teacher, student = models()

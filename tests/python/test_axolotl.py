@@ -1,6 +1,6 @@
 """The plugin of axolotl, with axolotl's own plugin manager, validation, loader, collators and trainer.
 
-`scripts/check-axolotl` has an environment with axolotl.
+`scripts/check-frameworks` has an environment with axolotl.
 """
 
 import functools

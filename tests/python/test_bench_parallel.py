@@ -1,11 +1,14 @@
 """bench/run.py zigzag on the CPU, and the plan of bench/scaling.py."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import LONG
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -70,3 +73,15 @@ def test_the_plan_of_the_guide_is_that_of_the_script(capsys, monkeypatch):
             compute, communication, exposed, step, _, gathered, _ = map(float, figures)
             expected = (compute, communication, exposed, step, gathered)
             assert found[int(length), int(ranks)] == pytest.approx(expected, rel=5e-3, abs=6e-3), (length, ranks)
+
+
+@pytest.mark.skipif(not LONG, reason="starts processes that import torch")
+@pytest.mark.parametrize("more", [[], ["--two-passes"]])
+def test_a_layer_is_measured_next_to_its_plan(more):
+    script = [BENCH / "scaling.py", "--measure", "256", "--heads", "2", "--key-heads", "1", *more]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *script]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert "256 tokens, 2 ranks, one layer: measured 0." in done.stdout, done.stderr[-3000:]
+    script[2] = "255"
+    done = subprocess.run(command[:-len(script)] + script, capture_output=True, text=True)
+    assert "--measure=255: must be a multiple of 4 for 2 ranks" in done.stderr

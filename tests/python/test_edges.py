@@ -13,7 +13,7 @@ import streamkl
 from streamkl.distill._data import load
 from streamkl.distill._needles import KEY, VALUE, NeedleBatch, Retrieval
 from streamkl.distill._objective import Objective
-from streamkl.distill._options import UserError
+from streamkl.distill._options import Options, UserError
 from streamkl.hf import DistillationTrainer
 from streamkl.hf._inputs import check_same_input
 from streamkl.hf._pairs import Pair
@@ -68,10 +68,7 @@ def test_a_needle_has_a_first_and_a_last_token(key, found):
 
 
 def test_the_language_loss_alone():
-    options = SimpleNamespace(
-        attention_weight=0.0, output_weight=0.0, language_weight=0.5, hidden_weight=0.0, sample_rows=1.0,
-        relations=["qk"], temperature=1.0, context_parallel=1, distiller=lambda: {},
-    )  # fmt: skip
+    options = Options(attention_weight=0.0, output_weight=0.0, language_weight=0.5)
     student, ids = llama(), batch(size=2, length=7)["input_ids"]
     losses = Objective(llama(), student, options, {})(ids)
     expected = student(input_ids=ids, labels=ids).loss
@@ -81,10 +78,7 @@ def test_the_language_loss_alone():
 
 
 def test_hidden_states_are_compared_by_layer():
-    options = SimpleNamespace(
-        attention_weight=0.0, output_weight=0.0, language_weight=0.0, hidden_weight=3.0, sample_rows=1.0, layer_map=[1, 0],
-        relations=["qk"], temperature=1.0, context_parallel=1, distiller=lambda: {},
-    )  # fmt: skip
+    options = Options(attention_weight=0.0, output_weight=0.0, hidden_weight=3.0, layer_map=[1, 0])
     teacher, student, ids = llama(), llama(), batch(size=2, length=7)["input_ids"]
     losses = Objective(teacher, student, options, {})(ids)
     states_t, states_s = (

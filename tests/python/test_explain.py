@@ -95,3 +95,39 @@ def test_a_gpu_that_is_not_here():
     assert "cuda_general" in streamkl.explain_indexer(*indexer, causal=True, gpu="h100")  # f32
     with pytest.raises(ValueError, match="options.gpu=h20: must be a100"):
         streamkl.explain(*tensors, gpu="h20")
+
+
+BF16 = dict(dtype_t=torch.bfloat16, dtype_s=torch.bfloat16)
+PACKED = dict(cu_seqlens_q=torch.tensor([0, 8, 19]), cu_seqlens_k=torch.tensor([0, 11, 23]))
+BOUNDS = dict(key_begin=torch.arange(19).expand(2, 19) // 4, key_end=torch.full((2, 19), 20))
+SPARSE_OF_HOPPER = {  # {case: (kernel, shape, options)}, as docs/guide/indexers.md says
+    "lists longer than the keys, with -1 and duplicates": ("cuda_sm90_bf16_sparse", dict(top_k=2048), {}),
+    "f16": ("cuda_sm90_f16_sparse", dict(dtype_t=torch.float16, dtype_s=torch.float16), {}),
+    "latent attention": ("cuda_sm90_bf16_sparse", dict(heads_t=128, dim_t=576, index_heads=64, dim_s=128), {}),
+    "groups of heads": ("cuda_sm90_bf16_sparse", dict(heads_t=64, key_heads_t=8, dim_t=128), {}),
+    "more than 128 heads": ("cuda_sm90_bf16_sparse", dict(heads_t=200), {}),
+    "packed": ("cuda_sm90_bf16_sparse", dict(packed=True), PACKED),
+    "row weights": ("cuda_sm90_bf16_sparse", {}, dict(row_weight=torch.ones(2, 19))),
+    "row bounds": ("cuda_sm90_bf16_sparse", {}, BOUNDS),
+    "window": ("cuda_sm90_bf16_sparse", {}, dict(causal=True, window_size=(5, 0))),
+    "no ReLU": ("cuda_sm90_bf16_sparse", {}, dict(relu=False)),
+    "wider LSE": ("cuda_sm90_bf16_sparse", {}, dict(lse_t=torch.zeros(2, 16, 19), lse_t_wider=True, row_weight="mass")),
+    "more than 64 index heads": ("cuda_sm80_bf16_sparse", dict(index_heads=65), {}),
+    "index heads above 128": ("cuda_sm80_bf16_sparse", dict(dim_s=136), {}),
+    "reverse KL": ("cuda_sm80_bf16_sparse", {}, dict(direction="reverse")),
+    "deterministic": ("cuda_sm80_bf16_sparse", {}, dict(deterministic=True)),
+    "softcap": ("cuda_general", {}, dict(softcap_t=30.0)),
+    "f32": ("cuda_general", dict(dtype_t=torch.float32, dtype_s=torch.float32), {}),
+    "mixed types": ("cuda_general", dict(dtype_s=torch.float32), {}),
+    "odd head sizes": ("cuda_general", dict(dim_s=60), {}),
+}
+
+
+@pytest.mark.skipif(not has_gpu_kernels, reason="this build has no GPU kernels")
+@pytest.mark.parametrize("case", SPARSE_OF_HOPPER)
+def test_sparse_kernels_of_hopper(case):
+    kernel, shape, options = SPARSE_OF_HOPPER[case]
+    indexer = make_indexer(**dict(top_k=9, heads_t=16, key_heads_t=1, index_heads=8, dim_t=64, dim_s=64, **BF16) | shape)
+    text = streamkl.explain_indexer(*indexer, gpu="h200", **options)
+    last = [line for line in text.splitlines() if "clear" not in line][-1]
+    assert f": {kernel}, " in last, text

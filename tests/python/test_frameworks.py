@@ -1,5 +1,6 @@
 """Losses of indexers in the terms of training frameworks. Megatron-core itself is compared where it is installed."""
 
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -48,6 +49,8 @@ def test_megatron_indexer_loss(sparse):
 def test_megatron_core(sparse):
     """compute_dsa_indexer_loss and DSAIndexerLossAutoScaler of the installed package."""
     dsa = pytest.importorskip("megatron.core.transformer.experimental_attention_variant.dsa")
+    names = [list(signature(loss).parameters) for loss in (dsa.compute_dsa_indexer_loss, megatron_indexer_loss)]
+    assert names[0][0] == "index_scores" and names[0][1:8] == names[1][3:10], "same arguments after the indexer's"
     trained, topk, query, key = megatron_tensors()
     scores = scores_of(*trained) + torch.full((24, 24), -torch.inf).triu(1)
     theirs = dsa.compute_dsa_indexer_loss(scores, topk, query, key, 0.3, 0.5, sparse, ONE_RANK)

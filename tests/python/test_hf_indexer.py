@@ -5,10 +5,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from streamkl.hf import IndexerTrainer
+from streamkl.hf import AttentionDistiller, IndexerTrainer
 from streamkl.hf._indexer import indexer_tensors, row_bounds
 
 ARCHITECTURES = {
+    "axk2": {},
     "deepseek_v32": {},
     "glm_moe_dsa": dict(indexer_types=["full", "shared", "full"]),
     "hy_v4": dict(indexer_types=["full", "shared", "full"]),
@@ -116,15 +117,26 @@ def test_masks_become_row_bounds():
     assert row_bounds(torch.where(padded, 0.0, -torch.inf))[1].tolist() == [[1, 2, 3, 3, 3]]
     hole = causal.clone()
     hole[..., 3, 1] = False
-    with pytest.raises(ValueError, match="attention_mask: every query must attend to one range of keys"):
-        row_bounds(hole)
+    nowhere = causal & (torch.arange(5) != 1)
+    for mask, reason in (hole, "more than one range of keys: row 3"), (nowhere, "no query sees"), (causal.float(), "adds a bias"):
+        with pytest.raises(ValueError, match=f"attention_mask: every query must attend to one range of keys.* {reason}"):
+            row_bounds(mask)
+    assert [len(bound) for bound in row_bounds(causal.expand(2, -1, -1, -1))] == [2, 2]
     with pytest.raises(ValueError, match="attention_mask: the ranges of the queries must not move back"):
         row_bounds(causal.flip(-2))
 
 
 def test_a_model_without_indexers_is_refused():
-    with pytest.raises(ValueError, match="Linear: has no indexers; deepseek_v32, glm_moe_dsa and hy_v4 models have"):
+    with pytest.raises(ValueError, match="Linear: has no indexers; axk2, deepseek_v32, glm_moe_dsa and hy_v4 models have"):
         IndexerTrainer(torch.nn.Linear(2, 2))
     trainer = IndexerTrainer(make_model("deepseek_v32"))
     with pytest.raises(ValueError, match="stage='both': must be 'dense' or 'sparse'"):
         trainer.backward(input_ids=torch.zeros(1, 4, dtype=torch.long), stage="both")
+
+
+def test_a_distiller_names_the_trainer_of_indexers():
+    teacher, student = make_model("deepseek_v32"), make_model("deepseek_v32", seed=1)
+    with AttentionDistiller(teacher, student) as distiller:
+        student(torch.randint(0, 64, (1, 24)))
+        with pytest.raises(ValueError, match="IndexerTrainer trains its indexers"):
+            distiller.loss()

@@ -10,6 +10,7 @@ import transformers
 from hf_models import batch, bert, gemma2, llama, llama4, loss_of
 
 from streamkl.hf import AttentionDistiller, compare
+from streamkl.hf._maps import nearest_layer
 
 # ---- Failures --------------------------------------------------------------------------------------------------------
 
@@ -215,6 +216,15 @@ def test_default_layers_prefer_windows(recwarn):
         student(**batch())
         full.loss()
     assert full.outside[0, 1] > distiller.outside[0, 0]
+
+
+@pytest.mark.parametrize(
+    "count_s, count_t, layers",
+    [(3, 6, [1, 3, 5]), (3, 5, [1, 2, 4]), (4, 6, [0, 2, 3, 5]), (4, 4, [0, 1, 2, 3]), (6, 2, [0, 0, 0, 0, 1, 1])],
+)
+def test_an_even_spread_takes_the_nearest_layer(count_s, count_t, layers):
+    """The lower of two that are as near."""
+    assert [nearest_layer(range(count_t), i, count_s, count_t) for i in range(count_s)] == layers
 
 
 @pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"])

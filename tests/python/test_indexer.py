@@ -82,6 +82,39 @@ def test_a_pooled_teacher_of_single_keys_is_the_teacher():
         torch.testing.assert_close(streamkl.indexer_kl(*indexer, causal=True, pool=(pool, 1)), plain)
 
 
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+@pytest.mark.parametrize("heads_s", [1, 2, 4])
+def test_attention_as_the_student_of_a_pooled_teacher(heads_s, layout):
+    indexer = make_indexer(heads_s=heads_s, index_heads=1, keys_s=5, layout=layout)
+    q_t, k_t, q_s, k_s, w_s, _ = indexer
+    options = dict(causal=True, pool=("max", 4), pool_heads="max", layout=layout)
+    ones = Indexer(q_t, k_t, q_s, k_s, torch.ones_like(w_s))
+    exact = exact_of(ones)
+    expected, rows = reference.indexer_kl(*exact, return_rows=True, relu=False, **options)
+    loss, lse_t, lse_s = streamkl.attention_kl(q_t, k_t, q_s, k_s, return_lse=True, **options)
+    for made, wanted in (loss, expected), (lse_t, rows.lse_t), (lse_s, rows.lse_s):
+        torch.testing.assert_close(made.double(), wanted, rtol=1e-5, atol=1e-5)
+    alone = streamkl.attention_kl(q_t, k_t, q_s, k_s, **options)
+    wanted = torch.autograd.grad(expected, [exact.q_s, exact.k_s])
+    for gradient, exact_gradient in zip(torch.autograd.grad(alone, [q_s, k_s]), wanted):
+        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-4, atol=1e-6)
+
+
+REFUSED_WITH_POOL = {
+    "sink_s": dict(sink_s=torch.zeros(4)),
+    "lse_s": dict(lse_s=torch.zeros(2, 4, 19)),
+    "softcap_s=3.0": dict(softcap_s=3.0),
+    "link_s='linear'": dict(link_s="linear"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_WITH_POOL)
+def test_what_the_student_of_a_pooled_teacher_has_not(name):
+    q_t, k_t, q_s, k_s, *_ = make_indexer(heads_s=4, index_heads=1, keys_s=5)
+    with pytest.raises(ValueError, match=f"{name}: must be left out with pool"):
+        streamkl.attention_kl(q_t, k_t, q_s, k_s, pool=("max", 4), **REFUSED_WITH_POOL[name])
+
+
 def test_a_pooled_teacher_takes_any_lse():
     """The target is divided by its sum: a constant per row cancels, one per head weighs the heads."""
     indexer = make_indexer(keys_s=5)
@@ -523,10 +556,11 @@ def test_weight_zero_masks_a_nan():
 # ---- Other parts of torch ------------------------------------------------------------------------------------------
 
 STUDENT = DQ_S | DK_S | DW_S
+FORMS, TRAINED = ("dense", "sparse", "packed", "key lengths"), (STUDENT, DW_S)
 
 
-@pytest.mark.parametrize("form", ["dense", "sparse", "packed", "key lengths"])
-def test_opcheck(form):
+@pytest.mark.parametrize("form, gradients", itertools.product(FORMS, TRAINED) if LONG else zip(FORMS, 2 * TRAINED))
+def test_opcheck(form, gradients):
     indexer = [
         None if tensor is None else tensor.detach()
         for tensor in make_indexer(len_q=11, len_k=11, heads_s=2, packed=form == "packed", top_k=3 * (form == "sparse"))
@@ -535,15 +569,14 @@ def test_opcheck(form):
     bounds = torch.tensor([0, 4, 10], dtype=torch.int32) if form == "packed" else None
     key_lengths = torch.tensor([3, 11], dtype=torch.int32) if form == "key lengths" else None
     all_rows = lib.KL | lib.LSE_T | lib.LSE_S | lib.CROSS_ENTROPY | lib.ENTROPY | lib.MASS
-    for gradients in (STUDENT, DW_S):
-        options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_t=2.0)
-        problem = (bounds, bounds, key_lengths, None, None, *options)
-        torch.library.opcheck(torch.ops.streamkl.forward, (*indexer, None, all_rows, *problem))
-        kl, lse_t, lse_s = torch.ops.streamkl.forward(*indexer, None, lib.KL | lib.LSE_T | lib.LSE_S, *problem)
-        ones = torch.ones_like(kl)
-        torch.library.opcheck(torch.ops.streamkl.backward, (*indexer, lse_t, lse_s, None, None, ones, *problem))
-        rows = lib.KL | lib.CROSS_ENTROPY
-        torch.library.opcheck(torch.ops.streamkl.forward_backward, (*indexer, lse_t, lse_s, ones, rows, *problem))
+    options = Options(gradients=gradients, causal=True, window_left=5, scale_s=0.3, softcap_t=2.0)
+    problem = (bounds, bounds, key_lengths, None, None, *options)
+    torch.library.opcheck(torch.ops.streamkl.forward, (*indexer, None, all_rows, *problem))
+    kl, lse_t, lse_s = torch.ops.streamkl.forward(*indexer, None, lib.KL | lib.LSE_T | lib.LSE_S, *problem)
+    ones = torch.ones_like(kl)
+    torch.library.opcheck(torch.ops.streamkl.backward, (*indexer, lse_t, lse_s, None, None, ones, *problem))
+    rows = lib.KL | lib.CROSS_ENTROPY
+    torch.library.opcheck(torch.ops.streamkl.forward_backward, (*indexer, lse_t, lse_s, ones, rows, *problem))
 
 
 @pytest.mark.parametrize("dynamic", [False, True] if LONG else [True])

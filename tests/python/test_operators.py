@@ -167,7 +167,7 @@ def outcome(operator, call):
     return [answer] if isinstance(answer, torch.Tensor) else answer
 
 
-@settings(deadline=None, max_examples=400 if LONG else 40)
+@settings(deadline=None, max_examples=400 if LONG else 20)
 @given(data=st.data())
 @pytest.mark.parametrize("problem, operator", CALLS)
 def test_a_changed_tensor(problem, operator, data):

@@ -21,9 +21,10 @@ from torch.distributed.tensor.experimental import context_parallel
 from tqdm import tqdm
 
 from . import _checkpoint as checkpoints
-from ._data import load, order
+from ._data import Sequences, load, order
 from ._device import make_accelerator
 from ._evaluate import Evaluation, evaluate, retrieval_scores
+from ._fast import fuse_norms
 from ._logs import Log
 from ._objective import Objective, next_tokens
 from ._options import Options, UserError
@@ -53,20 +54,20 @@ def distil(options: Options) -> Path:
             raise run.report_divergence(str(diverged)) from None
         control = None
         if options.control:
-            control = _control(options, interrupts, run.before)
+            control = _control(run, interrupts)
         run.finish(control)
         run.say(summary(run, control))
     return Path(options.out)
 
 
-def _control(options: Options, interrupts: _Interrupts, before: Evaluation | None) -> Evaluation | None:
+def _control(run: Run, interrupts: _Interrupts) -> Evaluation | None:
     """The same student, trained without the attention KL, evaluated. It starts from the same weights."""
-    out = Path(options.out) / "control"
+    options, out = run.options, run.out / "control"
     resume = (out / checkpoints.NAME).exists()  # of this run: an earlier one is gone
     options = dataclasses.replace(
         options, attention_weight=0.0, out=str(out), control=False, resume=resume, overwrite=not resume
     )
-    run = Run(options, interrupts, before)
+    run = Run(options, interrupts, run.before, like=run)
     run.train()
     run.finish(None)
     return run.after
@@ -75,8 +76,17 @@ def _control(options: Options, interrupts: _Interrupts, before: Evaluation | Non
 class Run:
     """One student in training."""
 
-    def __init__(self, options: Options, interrupts: _Interrupts, before: Evaluation | None = None) -> None:
-        """`before`: the evaluation of the student as it starts, if there is one."""
+    teacher: Any
+    student: Any
+    tokenizer: Any
+    training: Sequences
+    held_out: Sequences
+    digest: str
+
+    def __init__(
+        self, options: Options, interrupts: _Interrupts, before: Evaluation | None = None, like: Run | None = None
+    ) -> None:
+        """`before`: the evaluation of the student as it starts, if there is one. `like`: a run with the same teacher and data."""
         self.options, self.interrupts, self.out = options, interrupts, Path(options.out)
         self.begin = time.monotonic()
         self.accelerator = make_accelerator(options)
@@ -85,8 +95,8 @@ class Run:
         if not options.dry_run:
             self._claim_folder()
         set_seed(options.seed)  # a student may have weights that its folder lacks
-        self._load()
-        self.digest = self.training.digest()
+        self._load(like)
+        self.digest = like.digest if like else self.training.digest()
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
         self.measured: list[dict[str, float]] = []  # losses on held-out sequences, of --eval-every
@@ -136,13 +146,28 @@ class Run:
     def _resumes(self) -> bool:
         return self.options.resume and not self.options.dry_run and self.checkpoint.exists()
 
-    def _load(self) -> None:
+    def _load(self, like: Run | None) -> None:
         """Data, teacher and student, each with a line that says what takes the time."""
         options, device = self.options, self.accelerator.device
-        self._say(f"load the teacher {options.teacher}")
-        self.teacher = load_teacher(options, self._is_main).to(device)
+        fuses = device.type == "cuda" and not options.shard
+        if like:
+            self.teacher, self.tokenizer, self.training, self.held_out = (
+                like.teacher,
+                like.tokenizer,
+                like.training,
+                like.held_out,
+            )
+        else:
+            self._say(f"load the teacher {options.teacher}")
+            self.teacher = load_teacher(options, self._is_main).to(device)
+            if fuses:
+                fuse_norms(self.teacher)
         self._say(f"load the student {options.student}" if options.student else "make the student from the teacher")
         self.student = load_student(options, self.teacher, self._is_main).to(device)
+        if fuses:
+            fuse_norms(self.student)
+        if like:
+            return
         self._say("read the data")
         self.tokenizer = load_tokenizer(options)
         check_tokenizers(options, self.tokenizer)
@@ -227,21 +252,13 @@ class Run:
     # ---- Training ----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        options, begin = self.options, time.monotonic() - self.seconds
+        options = self.options
         log = Log(options, [*self.history, *map(_held_out, self.measured)], self.accelerator)
         with self.objective.attached(), log, tqdm(
             total=options.steps, initial=self.step, desc="distil", disable=not self._is_main, unit="step", dynamic_ncols=True
         ) as bar:  # fmt: skip
             while self.step < options.steps:
-                started = time.monotonic()
-                losses = self._one_step()
-                self.step += 1
-                now = time.monotonic()
-                self.seconds = now - begin
-                entry = dict(
-                    step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(self.accelerator.device),
-                    tokens_per_second=self.tokens_per_step() / (now - started), seconds=self.seconds,
-                )  # fmt: skip
+                entry = self.advance()
                 if self.step % options.log_every == 0 or self.step == options.steps:
                     self.history.append(entry)
                     log.add(entry)
@@ -258,18 +275,39 @@ class Run:
                 if stops and self.step < options.steps:
                     raise Stopped(f"stopped at step {self.step} of {options.steps}; continue with --resume")
 
+    def advance(self) -> dict[str, float]:
+        """Takes a step. Returns its line of the log."""
+        started = time.monotonic()
+        losses = self._one_step()
+        took = time.monotonic() - started
+        self.step += 1
+        self.seconds += took
+        return dict(
+            step=self.step, **losses, rate=self._rate(self.step - 1), memory=_memory(self.accelerator.device),
+            tokens_per_second=self.tokens_per_step() / took, seconds=self.seconds,
+        )  # fmt: skip
+
+    def batches(self) -> list[torch.Tensor]:
+        """The micro-batches of the next step."""
+        options, ranks = self.options, self.accelerator.num_processes
+        per_micro = options.batch * ranks // options.context_parallel
+        reader = self.accelerator.process_index // options.context_parallel  # who shares a sequence reads the same
+        first = self.step * options.accumulate * per_micro + reader * options.batch
+        found = []
+        for micro in range(options.accumulate):
+            indices = order(len(self.training), options.seed, first + micro * per_micro, options.batch)
+            ids = self.training.batch(indices).to(self.accelerator.device)
+            length = options.length_at(self.step)
+            found.append(ids if ids.shape[1] == length else ids.view(-1, length))
+        return found
+
     def _one_step(self) -> dict[str, float]:
         """Data, dropout and sampled rows depend on nothing but the seed, the step and the rank."""
         options, ranks = self.options, self.accelerator.num_processes
         set_seed((options.seed * 1_000_003 + self.step * ranks + self.accelerator.process_index) % 2**32)
-        per_micro = options.batch * ranks // options.context_parallel
-        reader = self.accelerator.process_index // options.context_parallel  # who shares a sequence reads the same
-        first = self.step * options.accumulate * per_micro + reader * options.batch
         self.objective.teaches_attention = self.step < options.attention_until * options.steps
         sums: dict[str, torch.Tensor] = {}
-        for micro in range(options.accumulate):
-            indices = order(len(self.training), options.seed, first + micro * per_micro, options.batch)
-            ids = self.training.batch(indices).view(-1, options.length_at(self.step)).to(self.accelerator.device)
+        for micro, ids in enumerate(self.batches()):
             is_last = micro == options.accumulate - 1
             with nullcontext() if is_last else self.accelerator.no_sync(self.wrapped), self._split(ids) as shards:
                 with self.accelerator.autocast():

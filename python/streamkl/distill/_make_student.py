@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..hf._maps import nearest_layer
 from ._options import Options, UserError
 
 _FOLDER = "pass a student of your own with --student DIR"
@@ -37,7 +38,7 @@ def make_student(options: Options, teacher: Any) -> Any:
             f"--student-layers, --student-heads: {type(teacher).__name__} is an encoder-decoder: {_FOLDER}"
         )
     sizes = _Sizes(options, teacher)
-    even = [(i + 1) * sizes.layers_t // sizes.layers - 1 for i in range(sizes.layers)]
+    even = [nearest_layer(range(sizes.layers_t), i, sizes.layers, sizes.layers_t) for i in range(sizes.layers)]
     chosen = options.init_layers or even
     if len(chosen) != sizes.layers or not all(0 <= j < sizes.layers_t for j in chosen):
         raise UserError(f"--init-layers={chosen}: must be {sizes.layers} numbers from 0 to {sizes.layers_t - 1}")
@@ -156,10 +157,10 @@ def _alike(layers_t: Any, layers_s: Any, even: list[int], sizes: _Sizes) -> list
     Where a config says by a period which layers attend, the student's layers have the order that the period gives them.
     """
     chosen: list[int] = []
-    for layer, at in zip(layers_s, even):
+    for i, layer in enumerate(layers_s):
         first = chosen[-1] + 1 if chosen else 0
         fits = [j for j in range(first, len(layers_t)) if not _difference(layers_t[j], layer, sizes)]
-        chosen.append(min(fits, key=lambda j: abs(j - at), default=at))
+        chosen.append(nearest_layer(fits or even[i : i + 1], i, len(layers_s), len(layers_t)))
     return chosen
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ..hf import AttentionDistiller
+from ..hf._maps import nearest_layer
+from ._fast import rounded_weights
 from ._options import Options, UserError
 from ._output_losses import output_losses
 
@@ -33,9 +36,11 @@ class Objective(torch.nn.Module):
             hidden=options.hidden_weight,
         )  # fmt: skip
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
-        self._others = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
-        _check(*self._others, self.weights)
+        self.outputs = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
+        _check(*self.outputs, self.weights)
         self.ranks = options.context_parallel
+        # A recomputation and FSDP look for the weights after the forward, when the rounded ones are gone.
+        self.rounds = options.precision == "bfloat16" and not (options.gradient_checkpointing or options.shard)
         if "hidden" in self.weights:  # the teacher layer of each student layer
             self._layers = options.layer_map or _even_layers(teacher, student)
 
@@ -46,7 +51,7 @@ class Objective(torch.nn.Module):
     def pairs_in_words(self, ids: torch.Tensor) -> list[str]:
         """Which layer and heads of the student learn from which of the teacher, and what of the teacher the KL leaves out."""
         with self.distiller as distiller, torch.no_grad():
-            self._others[1].hidden(ids)
+            self.outputs[1].hidden(ids)
             pairs = distiller.pairs()
             distiller.loss()
         return [
@@ -67,7 +72,16 @@ class Objective(torch.nn.Module):
         """
         if callable(ids):
             return ids()
-        outputs_t, outputs_s = self._others
+        if not (self.rounds and torch.is_grad_enabled()):
+            return self._losses(ids, labels, positions)
+        # A function as `ids` is called inside this module, whose weights are the rounded ones meanwhile.
+        inside = partial(self._losses, ids, labels, positions)
+        return torch.func.functional_call(self, rounded_weights(self), (inside,))
+
+    def _losses(
+        self, ids: torch.Tensor, labels: torch.Tensor | None, positions: torch.Tensor | None
+    ) -> dict[str, Any]:
+        outputs_t, outputs_s = self.outputs
         states_s: list[torch.Tensor] | None = [] if "hidden" in self.weights else None
         states_t: list[torch.Tensor] | None = None if states_s is None else []
         hidden_s: Any = outputs_s.hidden(ids, positions, states_s)
@@ -103,9 +117,9 @@ class Objective(torch.nn.Module):
 
 
 def _even_layers(teacher: Any, student: Any) -> list[int]:
-    """The teacher layer of each student layer: evenly spread, ending at the last."""
+    """The teacher layer of each student layer: evenly spread."""
     count_t, count_s = (model.config.get_text_config().num_hidden_layers for model in (teacher, student))
-    return [round((i + 1) * count_t / count_s) - 1 for i in range(count_s)]
+    return [nearest_layer(range(count_t), i, count_s, count_t) for i in range(count_s)]
 
 
 def _relative_error(state_s: torch.Tensor, state_t: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class Options:
 
     context_parallel: int = _option(1, "processes that share every sequence, zigzag", affects=False)
 
-    attention_weight: float = _option(1.0, "weight of the attention KL")
+    attention_weight: float = _option(0.03, "weight of the attention KL")
     output_weight: float = _option(1.0, "weight of the KL between the output distributions; for a model without a language "
                                    "head, of the squared error of its last hidden states")  # fmt: skip
     language_weight: float = _option(0.0, "weight of the language loss: cross-entropy of the next token")

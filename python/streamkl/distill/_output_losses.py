@@ -6,12 +6,15 @@ of the gradients of the hidden states and of the head, and is gone: nothing is c
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-LOGITS = 1 << 26  # numbers in a chunk
+LOGITS = 1 << 26  # numbers in a chunk, some of which are stored in f32
+_HAS_TRITON = find_spec("triton") is not None
+FUSED_LOGITS = 1 << 28  # numbers in a chunk of the fused kernel: 512 MiB of bf16
 
 
 def output_losses(
@@ -48,11 +51,7 @@ def row_losses(head_t, head_s, hidden_t, hidden_s, labels: torch.Tensor) -> dict
 
 
 class _Losses(torch.autograd.Function):
-    """With x = log softmax of the teacher's logits and y of the student's, per token of a chunk:
-
-    output = sum exp(x) (x - y)     language = -y[label]
-    dy = w_output (exp(y) - exp(x)) + w_language (exp(y) - onehot(label))
-    """
+    """Losses whose gradients exist before the backward begins."""
 
     @staticmethod
     def forward(ctx, hidden_s, weight, bias, head_t, hidden_t, labels, weights, labelled):
@@ -63,19 +62,15 @@ class _Losses(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if needs[2] else None
         size = hidden_s.shape[-1] if weight is None else weight.shape[0]
-        for rows_t, rows_s, row_labels in _chunks(size, hidden_t, hidden_s, labels):
-            logits = rows_s if weight is None else F.linear(rows_s, weight, bias)
-            y = _log_softmax(logits)
-            language += F.nll_loss(y, row_labels, ignore_index=-100, reduction="sum")
-            has_label = row_labels != -100
-            dy = y.exp().mul_((w_output * (rows_t is not None) + w_language * has_label)[:, None])
-            if rows_t is not None:
-                x = _log_softmax(head_t(rows_t))
-                p = x.exp()
-                dy.sub_(p, alpha=w_output)
-                output += x.sub_(y).mul_(p).sum()
-            dy.scatter_add_(1, row_labels.clamp(min=0)[:, None], (-w_language * has_label.to(dy.dtype))[:, None])
-            dy = dy.to(logits.dtype)
+        for rows_t, rows_s, row_labels in _chunks(size, hidden_t, hidden_s, labels, _is_fused(hidden_s)):
+            logits_s = rows_s if weight is None else F.linear(rows_s, weight, bias)
+            logits_t = None if rows_t is None else head_t(rows_t)
+            losses_of = _fused_losses if _is_fused(logits_s) else _chunk_losses
+            dy, of_output, of_language = losses_of(
+                logits_s, logits_t, row_labels, w_output, w_language, weight is not None
+            )
+            output += of_output
+            language += of_language
             if needs[0]:
                 parts_h.append(dy if weight is None else dy @ weight.to(dy.dtype))
             if dweight is not None:
@@ -83,7 +78,9 @@ class _Losses(torch.autograd.Function):
             if dbias is not None:
                 dbias += dy.sum(0, dtype=torch.float32)
         dhidden = torch.cat(parts_h).view_as(hidden_s).to(hidden_s.dtype) if needs[0] else None
-        ctx.save_for_backward(dhidden, dweight, dbias)
+        ctx.save_for_backward(
+            dhidden, *(None if each is None else each.to(weight.dtype) for each in (dweight, dbias))
+        )
         output, language = output / labels.numel(), language / labelled
         ctx.mark_non_differentiable(output, language)
         return weights[0] * output + weights[1] * language, output, language
@@ -93,9 +90,48 @@ class _Losses(torch.autograd.Function):
         return *(None if each is None else g * each for each in ctx.saved_tensors), *[None] * 5
 
 
-def _chunks(vocabulary: int, hidden_t: torch.Tensor | None, hidden_s: torch.Tensor, labels: torch.Tensor):
+def _chunk_losses(logits_s, logits_t, labels, w_output: float, w_language: float, may_overwrite: bool):
+    """(gradient of the student's logits, sum of the output KL, sum of the language loss) of some tokens.
+
+    With x = log softmax of the teacher's logits and y of the student's:
+
+    output = sum exp(x) (x - y)     language = -y[label]
+    dy = w_output (exp(y) - exp(x)) + w_language (exp(y) - onehot(label))
+    """
+    y = _log_softmax(logits_s)
+    language = F.nll_loss(y, labels, ignore_index=-100, reduction="sum")
+    has_label = labels != -100
+    dy = y.exp().mul_((w_output * (logits_t is not None) + w_language * has_label)[:, None])
+    output = torch.zeros_like(language)
+    if logits_t is not None:
+        x = _log_softmax(logits_t)
+        p = x.exp()
+        dy.sub_(p, alpha=w_output)
+        output = x.sub_(y).mul_(p).sum()
+    dy.scatter_add_(1, labels.clamp(min=0)[:, None], (-w_language * has_label.to(dy.dtype))[:, None])
+    return dy.to(logits_s.dtype), output, language
+
+
+def _fused_losses(logits_s, logits_t, labels, w_output: float, w_language: float, may_overwrite: bool):
+    """What `_chunk_losses` computes, in one kernel, over the student's logits if it may overwrite them."""
+    from ._output_kernel import fused_losses
+
+    logits_s, logits_t = logits_s.contiguous(), None if logits_t is None else logits_t.contiguous()
+    dy = logits_s if may_overwrite else torch.empty_like(logits_s)
+    output, language = fused_losses(logits_s, logits_t, labels, w_output, w_language, dy)
+    return dy, output.sum(), language.sum()
+
+
+def _is_fused(tensor: torch.Tensor) -> bool:
+    """Whether the fused kernel computes the losses of logits on this device."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _HAS_TRITON
+
+
+def _chunks(
+    vocabulary: int, hidden_t: torch.Tensor | None, hidden_s: torch.Tensor, labels: torch.Tensor, fused: bool = False
+):
     """(teacher rows or None, student rows, labels) of a few tokens each."""
-    count = max(LOGITS // vocabulary, 1)
+    count = max((FUSED_LOGITS if fused else LOGITS) // vocabulary, 1)
     rows_s, row_labels = hidden_s.flatten(0, 1).split(count), labels.flatten().split(count)
     rows_t = [None] * len(rows_s) if hidden_t is None else hidden_t.flatten(0, 1).split(count)
     return zip(rows_t, rows_s, row_labels)

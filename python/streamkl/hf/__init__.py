@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from ._compare import Comparison, capture, compare, save_pair
 from ._distiller import AttentionDistiller
+from ._explain import Explanation
 from ._indexer import IndexerReport, IndexerTrainer
 from ._layers import Layer
 from ._stats import AttentionStats
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from .trainer import DistillationMixin, DistillationTrainer
 
 __all__ = [
-    "AttentionDistiller", "AttentionStats", "Comparison", "DistillationMixin", "DistillationTrainer", "IndexerReport", "IndexerTrainer", "Layer",
+    "AttentionDistiller", "AttentionStats", "Comparison", "DistillationMixin", "DistillationTrainer", "Explanation", "IndexerReport", "IndexerTrainer", "Layer",
     "capture", "compare", "save_pair",
 ]  # fmt: skip
 

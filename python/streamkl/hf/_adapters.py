@@ -24,14 +24,23 @@ def adapters_are_off(model: torch.nn.Module) -> bool:
     return any(getattr(module, "disable_adapters", None) is True for module in model.modules())
 
 
+def modes_of(model: torch.nn.Module) -> dict[torch.nn.Module, bool]:
+    """Whether each module is in training mode."""
+    return {module: module.training for module in model.modules()}
+
+
+def restore_modes(modes: dict[torch.nn.Module, bool]) -> None:
+    for module, mode in modes.items():
+        module.training = mode
+
+
 @contextmanager
 def base_model(adapted: Any) -> Iterator[None]:
     """Inside this context a PEFT model is its base model, in eval mode."""
-    modes = {module: module.training for module in adapted.modules()}
+    modes = modes_of(adapted)
     adapted.eval()
     try:
         with adapted.disable_adapter():
             yield
     finally:
-        for module, mode in modes.items():
-            module.training = mode
+        restore_modes(modes)

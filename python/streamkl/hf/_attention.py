@@ -1,7 +1,7 @@
 """The function that an attached model calls for its attention.
 
-It runs what the model ran before, bit for bit, and tells the model's Recorder about it. torch.compile traces it, so it reads
-no value of a tensor then and changes nothing but the list of calls.
+It runs what the model ran before, bit for bit unless it may carry the KL, and tells the model's Recorder about it.
+torch.compile traces it, so it reads no value of a tensor then and changes nothing but the list of calls.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Call:
     training: bool
     has_graph: bool  # it ran with gradients enabled
     handle: CarriedKL | None = None  # if its backward can carry the KL
+    apart: str | None = None  # why it cannot
     probe: Probe | None = None
     again: tuple[tuple, dict[str, Any]] | None = None  # further arguments, if only a second run without dropout proves it
 
@@ -59,29 +60,35 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     """Runs the attention of `implementation`, and records it while the model of the recorder runs."""
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
-    lse, handle = None, None
-    # A context-parallel region replaces SDPA, not its kernels.
-    is_whole = not torch.compiler.is_compiling() and active_region() is None
-    if implementation == "sdpa" and not args and is_whole:
-        if recorder.carries and module not in recorder.apart and _can_carry(query, key, value, **kwargs):
-            query, key, value = map(as_autocast, (query, key, value))
-            answer, lse, handle = _carried(module, query, key, value, attention_mask, causal, **kwargs)
-        else:
-            answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
-    if lse is None and handle is None:
-        answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
+    lse, handle, call = None, None, None
     if recorder.step is not None:
-        if lse is not None:
-            query, key = map(as_autocast, (query, key))  # the LSE is that of the rounded ones
         options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
         sink = kwargs.get("s_aux")
         sink = None if sink is None else sink.clone()  # FSDP frees a parameter after the forward of its module
         call = Call(
-            module, implementation, query, key, value, lse, attention_mask, causal, kwargs.get("scaling"),
-            kwargs.get("softcap") or 0.0, sink, kwargs.get("dropout") or 0.0, options, module.training,
-            torch.is_grad_enabled(), handle,
+            module, implementation, query, key, value, None, attention_mask, causal, kwargs.get("scaling"),
+            kwargs.get("softcap") or 0.0, sink, kwargs.get("dropout") or 0.0, options, module.training, torch.is_grad_enabled(),
         )  # fmt: skip
+    apart = _why_apart(recorder, implementation, module, query, key, value, args, kwargs)
+    # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
+    # A context-parallel region replaces SDPA, not its kernels.
+    is_whole = not torch.compiler.is_compiling() and active_region() is None
+    if implementation == "sdpa" and not args and is_whole:
+        if apart is None:
+            query, key, value = map(as_autocast, (query, key, value))
+            slot = Slot(inject=False)
+            if call is not None:
+                call.query, call.key, call.value = query, key, value
+                slot.term, slot.early = recorder.early_term(call)
+            answer, lse, handle = _carried(slot, module, query, key, value, attention_mask, causal, **kwargs)
+        else:
+            answer, lse = _sdpa_with_lse(module, query, key, value, attention_mask, causal, **kwargs)
+    if lse is None and handle is None:
+        answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
+    if call is not None:
+        if lse is not None:
+            call.query, call.key = map(as_autocast, (query, key))  # the LSE is that of the rounded ones
+        call.lse, call.handle, call.apart = lse, handle, apart
         if recorder.wants_proof(call):
             call.probe = _probe(recorder, call, answer, args, kwargs)
         elif not recorder.needs_values:
@@ -152,29 +159,45 @@ def _of_rows(output: torch.Tensor, rows: list[int] | None) -> torch.Tensor:
 # ---- Attention whose backward carries the KL -------------------------------------------------------------------------
 
 
-def _can_carry(query, key, value, dropout=0.0, **kwargs) -> bool:
-    others = (kwargs.get(name) for name in ("softcap", "s_aux", *UNMODELLED))
-    return (
-        torch.is_grad_enabled()
-        and not dropout
-        and key.shape == value.shape
-        and all(other is None for other in others)
-    )
+def _why_apart(recorder, implementation, module, query, key, value, args, kwargs) -> str | None:
+    """Why the backward of an attention cannot carry its KL; None: it can."""
+    if not recorder.carries:
+        return "fused=False"
+    if torch.compiler.is_compiling():
+        return "the student is compiled"
+    if implementation != "sdpa":
+        return f"attn_implementation={implementation!r} is not 'sdpa'"
+    if active_region() is not None:
+        return "the sequences are split (context parallelism)"
+    if not torch.is_grad_enabled():
+        return "gradients are off"
+    if module in recorder.apart:
+        return recorder.apart[module]
+    if kwargs.get("dropout"):
+        return f"attention dropout of {kwargs['dropout']:g}"
+    if key.shape != value.shape:
+        return f"heads of {value.shape[-1]} values and {key.shape[-1]} keys"
+    given = [name for name in ("softcap", "s_aux", *UNMODELLED) if kwargs.get(name) is not None]
+    return f"the attention takes {given[0] if given else 'more arguments'}" if given or args else None
 
 
-def _carried(module, query, key, value, attention_mask, causal, **kwargs):
-    """(answer, lse, handle): the same answer, with a backward that adds the KL which the handle is given."""
-    slot, lses = Slot(inject=False), []
+def _carried(slot, module, query, key, value, attention_mask, causal, **kwargs):
+    """(answer, lse, handle): the answer, with a backward that adds the KL which the slot has or is given.
+
+    With an early term one kernel computes the answer and the KL. Without, the fastest kernel computes the answer.
+    """
+    lses: list[torch.Tensor | None] = []
 
     def compute(q, k, v):
-        answer, lse = _sdpa_with_lse(module, q, k, v, attention_mask, causal, **kwargs)
+        answer, lse = _sdpa_with_lse(module, q, k, v, attention_mask, causal, fastest=True, **kwargs)
         if lse is None:
             answer = _run_own("sdpa", module, q, k, v, attention_mask, **kwargs)
         lses.append(lse)
         return answer[0].transpose(1, 2), lse
 
     output, loss = Carried.apply(query, key, value, slot, compute)
-    return (output.transpose(1, 2), None), lses[0], CarriedKL(loss, slot)
+    lse = slot.term.unpacked(slot.term.lse_s, len(query)) if slot.early is not None else lses[0]
+    return (output.transpose(1, 2), None), lse, CarriedKL(loss, slot)
 
 
 # ---- torch's fused attention, with its LSE -------------------------------------------------------------------------
@@ -182,8 +205,13 @@ def _carried(module, query, key, value, attention_mask, causal, **kwargs):
 _GQA_ARGUMENTS = len(inspect.signature(use_gqa_in_sdpa).parameters)  # transformers 5.0 does not ask for the values
 
 
-def _sdpa_with_lse(module, query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, **kwargs):
-    """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE."""
+def _sdpa_with_lse(
+    module, query, key, value, attention_mask, causal, *, dropout=0.0, scaling=None, fastest=False, **kwargs
+):
+    """((output, None), lse) from the kernel that scaled_dot_product_attention chooses; (None, None) if it returns no LSE.
+
+    `fastest`: from cuDNN's kernel where that is faster.
+    """
     causal = causal and query.shape[2] > 1 and attention_mask is None
     others = [kwargs.get(name) for name in ("softcap", "s_aux", "position_bias", "cache")]
     if any(other is not None for other in others):
@@ -193,7 +221,7 @@ def _sdpa_with_lse(module, query, key, value, attention_mask, causal, *, dropout
     if groups > 1 and not gqa:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     given = map(as_autocast, (query, key, value, attention_mask))
-    answer = sdpa_with_lse(*given, dropout, causal, scaling, gqa)
+    answer = sdpa_with_lse(*given, dropout, causal, scaling, gqa, fastest)
     if answer is None:
         return None, None
     output, lse = answer

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from .._carried import Slot
+from .._carried import Slot, Term
 from ._attention import Call, record_attention
 from ._context import Region, active_region
 from ._keys import Keys, Refused
@@ -142,9 +142,9 @@ class Recorder:
         self.number = next(_ids)
         self.captures: list[Capture] = []
         self._update()
-        # Modules whose KL no kernel carries run their own attention. That changes between steps only: a recomputation must run
-        # what the forward ran.
-        self.apart: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        # Modules that run their own attention, and why: nothing carries their KL. That changes between steps only: a recomputation
+        # must run what the forward ran.
+        self.apart: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self.slots: dict[torch.nn.Module, Slot] = {}  # of the last step
         self.step: Step | None = None  # belongs to the forward that runs now
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
@@ -239,7 +239,7 @@ class Recorder:
         if not is_compiling:
             for capture in self.captures:
                 capture.before_forward()
-        self.apart.update(module for module, slot in self.slots.items() if not slot.has_kernel)
+        self.apart.update((module, slot.apart) for module, slot in self.slots.items() if slot.apart is not None)
         self.slots = {}
         versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
         region = None if is_compiling else active_region()
@@ -261,6 +261,13 @@ class Recorder:
         self.step = None
         for capture in self.captures:
             capture.drop()
+
+    def early_term(self, call: Call) -> tuple[Term | None, tuple | None]:
+        """The KL that the attention of a call carries, if it is known before it runs, and what it was made of."""
+        assert self.step is not None
+        with torch.no_grad(), torch.autocast(call.query.device.type, enabled=False):  # the forward may run in autocast
+            terms = (capture.early_term(call, self.step) for capture in self.captures if capture.carries)
+            return next((term for term in terms if term is not None), (None, None))
 
     # ---- Proofs ----------------------------------------------------------------------------------------------------------
 
@@ -284,7 +291,8 @@ def _kind(call: Call) -> tuple:
     sizes = [length.bit_length() for length in (call.query.shape[2], call.key.shape[2])]
     return (
         id(call.module), call.implementation, call.training, call.has_graph, kind, call.sink is None, call.lse is None,
-        call.query.dtype, call.query.shape[0] > 1, *sizes, *call.options,
+        call.handle is not None and call.handle.slot.early is not None, call.query.dtype, call.query.shape[0] > 1, *sizes,
+        *call.options,
     )  # fmt: skip
 
 
@@ -320,6 +328,7 @@ class Capture:
         self.takes: Callable[[], bool] = lambda: True  # whether a forward of the model is one of this role
         self.running: Callable[[], Any] = nullcontext  # the context in which the distiller runs the model
         self.drop = self.clear  # is called if a forward fails
+        self.early_term: Callable[[Call, Step], tuple[Term, tuple] | None] = lambda call, step: None
         self._recorder: Recorder | None = None
         self.clear()
 

@@ -6,20 +6,23 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from .._carried import Slot
+from .._carried import Term
 from .._options import Direction, Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
-from ._adapters import adapters_are_off, base_model, peft_model
-from ._capture import Capture, Verify
+from ._adapters import adapters_are_off, base_model, modes_of, peft_model, restore_modes
+from ._attention import Call
+from ._capture import Capture, Step, Verify
 from ._context import active_region, parallel_of
-from ._inputs import check_packing, check_same_input, run_teacher
-from ._layers import Kind, Layer, towers_of
+from ._explain import Explanation, FusedPair
+from ._inputs import check_packing, check_same_input, predicts_next_token, run_teacher
+from ._keys import Refused
+from ._layers import Kind, Layer, early_layer, towers_of
 from ._pair_proof import prove_pair
-from ._pairs import RELATIONS, Pair, Relation, RowCache, Sinks
+from ._pairs import RELATIONS, Apart, Pair, Relation, RowCache, Sinks
 from ._parameters import reach_everything
 from ._weights import HeadWeight, Weights
 
@@ -28,7 +31,7 @@ class AttentionDistiller:
     """The KL between the attention of a teacher and that of a student, averaged over pairs of layers.
 
     Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before,
-    bit for bit, and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and
+    bit for bit unless it is `fused`, and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and
     frees them. If `loss()` or a forward fails, the step is dropped, and the next one begins with the student's next
     forward. Several distillers may share a student or a teacher: with one per teacher, a student learns from several.
 
@@ -75,15 +78,14 @@ class AttentionDistiller:
         sample_rows: the share of the rows that `loss()` compares, such as 1/8, which costs an eighth: random rows,
             the same in all layers, drawn with torch's random numbers. The loss is an unbiased estimate of that of
             all rows. It holds while the student trains: in eval mode, or without gradients, all rows count.
-        fused: the student's attention carries the KL: its backward adds the KL's gradient, and
-            `loss()` computes nothing. So `loss()` is 0 until the backward of what it is added to: log
-            `last_loss` and `last_losses` after it. Needs ``attn_implementation="sdpa"`` without dropout,
-            ``relations=("qk",)``, ``temperature=1`` and ``sample_rows=1``. A layer pair whose student attention
-            cannot carry it is compared as without `fused`: padding, sinks, a ``head_map``, other visible keys, a
-            second teacher layer, a compiled student, context parallelism.
-        fused_values: with `fused`, compute the KL as well, which takes a forward pass on a GPU. Without it
-            `last_losses` of the fused layers stay NaN. It may be changed between steps, to measure the KL now and
-            then.
+        fused: the student's attention carries the KL: its backward adds the KL's gradient. A layer pair whose student
+            attention cannot carry it is compared as without `fused`; `explain()` tells which, and why. If the teacher
+            runs before the student, a kernel of Hopper computes the student's attention and the KL in one forward,
+            from the second step on. Elsewhere on Hopper the student's attention is cuDNN's where that is faster. Its
+            output differs by rounding.
+        fused_values: with `fused`, compute the value of the KL, too. Without it fused layers have only its gradient,
+            which takes less time: their part of `loss()` is 0, and of `last_losses` NaN. It may be changed between
+            steps, to measure the KL now and then.
         sinks: ``"both"``: the attention sink of a layer is an outcome of both distributions, so both models or none
             must have sinks. ``"keys only"``: sinks are left out, and the KL is that of the conditional
             distributions on the keys.
@@ -126,8 +128,9 @@ class AttentionDistiller:
         check_choice("verify", verify, ("first", "always", "never"))
         self._shares_model = teacher is None
         self.teacher = Capture(peft_model(student) if teacher is None else teacher, "teacher", needs_values, verify=verify)
-        self.student = Capture(student, "student", needs_values, carries=fused, verify=verify)
-        self.student.drop = self.drop
+        is_plain = tuple(relations) == ("qk",) and temperature == 1 and sample_rows == 1
+        self.student = Capture(student, "student", needs_values, carries=fused and is_plain, verify=verify)
+        self.student.drop, self.student.early_term = self.drop, self._early_term
         self.teacher.must_be_eval = not self._shares_model
         if self._shares_model:
             self.teacher.takes = partial(adapters_are_off, self.student.model)
@@ -155,8 +158,6 @@ class AttentionDistiller:
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads
         self.fused, self.fused_values = fused, fused_values
-        if fused and (self.relations != ("qk",) or self.temperature != 1 or self.sample_rows != 1):
-            raise ValueError("fused=True: needs relations=('qk',), temperature=1 and sample_rows=1")
         self.layer_weight = dict(layer_weight or {})
         if any(weight < 0 for weight in self.layer_weight.values()):
             raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
@@ -171,12 +172,15 @@ class AttentionDistiller:
         self._verify, self._proven = verify, set()  # type: Verify, set[tuple]
         self.outside: dict[tuple[int, int], float] = {}
         """The share of the teacher's attention outside of the keys that both attend to, of the pairs where it is not 0."""
-        self._last: dict[int, list[torch.Tensor | Slot]] = {}
+        self._last: dict[int, list[torch.Tensor]] = {}
+        self._explained = Explanation([])
+        self._teacher_of: dict[torch.nn.Module, str] = {}  # of the fused layers in the last loss()
+        self._cache: RowCache | None = None  # of the step whose attention carries early terms
 
     @property
     def last_losses(self) -> dict[int, torch.Tensor]:
-        """KL of every student layer in the last `loss()`, detached, for logging; of a fused layer, NaN before the backward."""
-        return {i: torch.stack([_value_of(each) for each in many]).mean() for i, many in self._last.items()}
+        """KL of every student layer in the last `loss()`, detached, for logging; NaN if ``fused_values=False`` left it out."""
+        return {i: torch.stack(many).mean() for i, many in self._last.items()}
 
     @property
     def last_loss(self) -> torch.Tensor:
@@ -185,8 +189,18 @@ class AttentionDistiller:
 
     @property
     def carried_layers(self) -> list[int]:
-        """The student layers whose KL in the last `loss()` comes with the backward."""
-        return [i for i, many in self._last.items() if any(isinstance(each, Slot) for each in many)]
+        """The student layers whose attention carries a KL of the last `loss()`."""
+        return sorted({pair.student_layer for pair in self._explained.pairs if pair.fused})
+
+    def explain(self) -> Explanation:
+        """Which layer pairs of the last `loss()` are fused, and why the others are not; it prints as a table.
+
+        Raises:
+            RuntimeError: there was no `loss()`.
+        """
+        if not self._explained.pairs:
+            raise RuntimeError("AttentionDistiller: explain() tells of the last loss(): call that first")
+        return self._explained
 
     # ---- Attaching -----------------------------------------------------------------------------------------------------
 
@@ -197,8 +211,7 @@ class AttentionDistiller:
     def attach(self) -> AttentionDistiller:
         """Start to record queries and keys. May be nested: the last detach() counts."""
         if self._depth == 0:
-            modules = () if self._shares_model else self.teacher.model.modules()
-            self._modes = {module: module.training for module in modules}
+            self._modes = {} if self._shares_model else modes_of(self.teacher.model)
             self.teacher.attach()
             self.student.attach()
         self._depth += 1
@@ -209,13 +222,13 @@ class AttentionDistiller:
         if self._depth == 1:
             self.student.detach()
             self.teacher.detach()
-            for module, mode in self._modes.items():
-                module.training = mode
+            restore_modes(self._modes)
             self._modes = {}
         self._depth = max(self._depth - 1, 0)
 
     def drop(self) -> None:
         """Drop the step: what was captured of both models since the last `loss()`."""
+        self._cache = None
         self.teacher.close()
         self.student.close()
 
@@ -224,6 +237,7 @@ class AttentionDistiller:
         self.teacher.reset()
         self.student.reset()
         self._proven.clear()
+        self._teacher_of, self._cache = {}, None
 
     def __enter__(self) -> AttentionDistiller:
         return self.attach()
@@ -270,30 +284,68 @@ class AttentionDistiller:
     def _losses(self, labels, row_weight, share) -> dict[int, torch.Tensor]:
         pairs, parallel = self.pairs(), self.parallel()
         given = self._row_weight(labels, row_weight)
-        cache = RowCache(self._share(share))
+        share = self._share(share)
+        cache = self._cache if self._cache is not None and share == 1 else RowCache(share)
         if parallel and cache.share < 1:
             raise ValueError(f"sample_rows={cache.share:g}: must be 1 under context parallelism")
         if parallel and self._weights.rows is not None:
             raise ValueError(f"row_weight={self._weights.rows!r}: must be None under context parallelism")
         by_layer: dict[int, list[torch.Tensor]] = {}
-        self._last = {}
+        self._last, self._explained, self._teacher_of = {}, Explanation([]), {}
+        apart = self._why_apart(parallel, share)
         counted = {key: pair for key, pair in pairs.items() if self.layer_weight.get(key[0], 1) > 0}
         for (i, j), pair in (counted or pairs).items():
             weight = self._weights.of(i, pair, given, self.direction, cache)
             if not parallel:
                 self._prove_pair((i, j), pair, cache)
-            may_carry = self.fused and not parallel and cache.share == 1
-            handle = pair.carry(weight, self.direction, cache, self.fused_values) if may_carry else None
-            if handle is None:
+            reason = apart
+            if reason is None:
+                try:
+                    loss = pair.carry(weight, self.direction, cache, self.fused_values)
+                    self._teacher_of[self.student.model.get_submodule(pair.s.name)] = pair.t.name
+                except Apart as why:
+                    reason = str(why)
+            if reason is not None:
                 loss = pair.loss(weight, self.direction, self.relations, self.temperature, cache, parallel)
-            else:
-                loss = handle.loss
+            is_known = reason is not None or self.fused_values
             by_layer.setdefault(i, []).append(loss)
-            self._last.setdefault(i, []).append(loss.detach() if handle is None else handle.slot)
+            self._last.setdefault(i, []).append(loss.detach() if is_known else torch.full_like(loss, torch.nan))
+            self._explained.pairs.append(FusedPair(i, pair.s.name, j, reason is None, reason or ""))
         losses = {i: torch.stack(many).mean() for i, many in by_layer.items()}
         first = next(iter(losses))
         losses[first] = reach_everything(losses[first], self.student.model, self.student.step.output)
         return losses
+
+    def _why_apart(self, parallel: Parallel | None, share: float) -> str | None:
+        """Why no layer is fused, if the distiller's own options tell."""
+        if not self.fused:
+            return "fused=False"
+        if parallel:
+            return "the sequences are split (context parallelism)"
+        if self.relations != ("qk",):
+            return f"relations={self.relations!r}"
+        if self.temperature != 1:
+            return f"temperature={self.temperature:g}"
+        if self.sample_rows != 1 or share != 1:
+            return f"sample_rows={self.sample_rows if share == 1 else share:g}"
+        return None
+
+    def _early_term(self, call: Call, step: Step) -> tuple[Term, tuple] | None:
+        """The KL of a call that carried one in the last loss(), if the teacher has run. Weights of rows come with loss().
+
+        It is only a beginning: loss() makes the term again unless it has the same teacher, rows and direction, and it
+        raises what is an error.
+        """
+        name = self._teacher_of.get(call.module)
+        if name is None or not self.fused_values or not self.teacher.has_run or self.student.is_checkpointing:
+            return None
+        self._cache = self._cache or RowCache()
+        try:
+            layer_t = next(layer for layer in self.teacher.layers if layer.name == name).require()
+            pair = Pair("", layer_t, early_layer(call, step.read_keys(call)), None, self.sinks)
+            return pair.early_term(self.direction, self._cache)
+        except (Apart, Refused, ValueError, StopIteration):
+            return None
 
     def _prove_pair(self, key: tuple[int, int], pair: Pair, cache: RowCache) -> None:
         sizes = [length.bit_length() for length in (pair.s.q.shape[2], pair.s.k.shape[2])]
@@ -439,15 +491,10 @@ class AttentionDistiller:
                 f"rows='labels': labels {list(labels.shape)} of {type(model).__name__} must be [batch, length], one per token"
             )
         counted = labels != -100
-        of_own_token = getattr(model, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
-        if self.attention == "self" and not model.config.is_encoder_decoder and not of_own_token:
+        if self.attention == "self" and predicts_next_token(model):
             if all(layer.causal for layer in self._layers(self.student)):
                 counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
         return counted.float() if row_weight is None else counted * row_weight
-
-
-def _value_of(last: torch.Tensor | Slot) -> torch.Tensor:
-    return last.value() if isinstance(last, Slot) else last
 
 
 def _checked_share(share: float) -> float:

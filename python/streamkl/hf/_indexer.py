@@ -1,8 +1,8 @@
 """IndexerTrainer: trains the indexers of a model that attends to a list of keys per query, in the dense and the sparse stage.
 
-transformers' deepseek_v32, glm_moe_dsa and hy_v4 are such models. Their code is not repeated here. An indexer runs once more,
-with gradients, on the inputs of its layer, and its two products yield its tensors before any matrix of scores exists. The
-teacher's tensors come with the call of the attention function.
+transformers' axk2, deepseek_v32, glm_moe_dsa and hy_v4 are such models. Their code is not repeated here. An indexer runs once
+more, with gradients, on the inputs of its layer, and its two products yield its tensors before any matrix of scores exists.
+The teacher's tensors come with the call of the attention function.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .._options import IndexerOptions, check_choice
 from ..indexer import indexer_kl
+from ._keys import Refused, keys_of_tensor
 
 ATTENTION = "streamkl_indexer"
 Stage = Literal["dense", "sparse"]
@@ -68,13 +69,14 @@ def indexer_tensors(indexer: torch.nn.Module, args: tuple, kwargs: dict[str, Any
 
 def row_bounds(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """key_begin and key_end of an attention mask [B, 1, S, T], boolean or added to the logits."""
-    visible = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
-    positions = torch.arange(visible.shape[-1], device=mask.device)
-    begin = torch.where(visible, positions, positions.numel()).amin(-1)
-    end = torch.where(visible, positions + 1, 0).amax(-1)
-    if not torch.equal((end - begin).clamp(min=0), visible.sum(-1)):
-        raise ValueError("attention_mask: every query must attend to one range of keys")
-    attending, last = visible.any(-1), end.cummax(-1).values
+    try:
+        keys = keys_of_tensor(mask, *mask.shape[2:])
+    except Refused as error:
+        raise ValueError(f"attention_mask: every query must attend to one range of keys: the layer {error}") from error
+    begin, end = (bound.expand(len(mask), -1) for bound in (keys.begin, keys.end))
+    if keys.count != int((keys.end - keys.begin).sum()):
+        raise ValueError("attention_mask: every query must attend to one range of keys, also those that no query sees")
+    attending, last = begin < end, end.cummax(-1).values
     begin, end = torch.where(attending, begin, last), torch.where(attending, end, last)  # an empty row stays empty
     if (begin.diff(dim=-1) < 0).any() or (end != last).any():
         raise ValueError("attention_mask: the ranges of the queries must not move back; pad at the end")
@@ -99,7 +101,7 @@ class IndexerTrainer:
     def __init__(self, model: Any) -> None:
         indexers = [(name, m) for name, m in model.named_modules() if name.endswith("indexer") and hasattr(m, "index_topk")]
         if not indexers:
-            raise ValueError(f"{type(model).__name__}: has no indexers; deepseek_v32, glm_moe_dsa and hy_v4 models have")
+            raise ValueError(f"{type(model).__name__}: has no indexers; axk2, deepseek_v32, glm_moe_dsa and hy_v4 models have")
         self.model, self.indexers = model, dict(indexers)
         model.requires_grad_(False)
         for indexer in self.indexers.values():

@@ -43,6 +43,12 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
         )
 
 
+def predicts_next_token(model: Any) -> bool:
+    """Whether row i of a model predicts label i + 1: else each row has the label of its own token."""
+    of_own_token = getattr(model, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
+    return not model.config.is_encoder_decoder and not of_own_token
+
+
 def _needs_labels(student: Capture, given: dict[str, Any]) -> bool:
     """An encoder-decoder without decoder_input_ids makes them from the labels."""
     return bool(student.model.config.is_encoder_decoder) and "decoder_input_ids" not in given

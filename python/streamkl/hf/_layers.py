@@ -23,7 +23,7 @@ Kind = Literal["self", "cross", "encoder"]
 # The one place that refuses an argument of an attention layer. Support for it replaces its line.
 REFUSALS = {
     "position_bias": "adds a bias to its logits (position_bias), which the KL does not cover",
-    "indices": "attends to a list of keys per query (indices): use streamkl.indexer_kl, which takes such a list",
+    "indices": "attends to a list of keys per query (indices): streamkl.hf.IndexerTrainer trains its indexers",
     "block_indices": "attends to a list of key blocks per query (block_indices), which the KL does not cover",
     "cache": "reads a paged cache: run the model without one (use_cache=False)",
 }
@@ -48,6 +48,7 @@ class Layer:
     counted: torch.Tensor | None  # [batch or 1, len_q] bool: False is padding; None: all queries count
     has_graph: bool
     handle: CarriedKL | None = None  # if its backward can carry the KL
+    apart: str | None = None  # why it cannot
     refusal: str | None = None  # why its attention is not modelled
 
     @property
@@ -98,11 +99,21 @@ def as_layers(
         if kind == "cross":
             of_decoder = [layer.counted for layer in layers if layer.kind == "self"]
             counted = of_decoder[-1] if of_decoder else None
-        layers.append(
-            Layer(name, kind, _tower(name, towers), call.query, call.key, call.value, call.lse, scale_of(call), call.softcap, call.sink,
-                  keys, counted, call.has_graph, call.handle, refusal)
-        )  # fmt: skip
+        layers.append(_layer(call, name, kind, _tower(name, towers), keys, counted, refusal))
     return layers
+
+
+def early_layer(call: Call, keys: Keys) -> Layer:
+    """The self-attention of a call that has not run yet, whose name nobody asks for."""
+    _refuse_features(call)
+    return _layer(call, "", "self", "", keys, _counted(keys), None)
+
+
+def _layer(call: Call, name: str, kind: Kind, tower: str, keys, counted, refusal) -> Layer:
+    return Layer(
+        name, kind, tower, call.query, call.key, call.value, call.lse, scale_of(call), call.softcap, call.sink, keys, counted,
+        call.has_graph, call.handle, call.apart, refusal,
+    )  # fmt: skip
 
 
 def _counted(keys: Keys) -> torch.Tensor | None:

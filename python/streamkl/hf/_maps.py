@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Union
 
@@ -122,8 +122,14 @@ def check_heads(heads: dict[int, int], count_t: int, count_s: int, where: str) -
             raise ValueError(f"head_map: {role} heads {chosen} must be 0..{count - 1} at {where}")
 
 
+def nearest_layer(layers: Iterable[int], i: int, count_s: int, count_t: int) -> int:
+    """The one of some teacher layers that is nearest to student layer i in an even spread, which ends at the last layer."""
+    even = (i + 1) * count_t / count_s - 1
+    return min(layers, key=lambda j: abs(j - even))  # the first of two that are as near
+
+
 def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list[int]]:
-    """Evenly spread, ending at the last layer; the nearest layer with the same keys, or else one that also has a window or not."""
+    """Evenly spread: the nearest layer with the same keys, or else one that also has a window or not."""
     widest = max((layer.keys.count for layer in (*teacher, *student) if layer.keys is not None), default=0)
 
     def is_local(layer: Layer) -> bool:
@@ -135,10 +141,9 @@ def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list
         return a.keys is not None and b.keys is not None and same_keys(a.keys, b.keys)
 
     def of(i: int) -> int:
-        even = (i + 1) * len(teacher) / len(student) - 1
         same = [j for j, layer in enumerate(teacher) if has_same_keys(layer, student[i])]
         alike = [j for j, layer in enumerate(teacher) if is_local(layer) == is_local(student[i])]
-        return min(same or alike or range(len(teacher)), key=lambda j: abs(j - even))
+        return nearest_layer(same or alike or range(len(teacher)), i, len(student), len(teacher))
 
     return {i: [of(i)] for i in range(len(student))}
 

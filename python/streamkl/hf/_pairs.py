@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from .. import _library as lib
 from .._options import Direction, Parallel
 from .._attention_kl import attention_kl
-from .._carried import CarriedKL, term_of
-from .._ops import carries_kl
+from .._carried import Term, plan_of, term_of
+from .._ops import carries_kl, supports
 from ..losses import relation_heads
 from . import _maps as maps
 from ._keys import Keys
@@ -22,6 +23,14 @@ from ._rows import Rows, pack_rows
 Relation = Literal["qk", "qq", "kk", "vv"]
 RELATIONS = ("qk", "qq", "kk", "vv")
 Sinks = Literal["both", "keys only"]
+
+
+class Apart(Exception):
+    """Why a KL is computed apart from the student's attention. `lasts`: for every batch."""
+
+    def __init__(self, why: str, lasts: bool = False) -> None:
+        super().__init__(why)
+        self.lasts = lasts
 
 
 @dataclass
@@ -61,6 +70,11 @@ class RowCache:
         return self._uniform[count]
 
 
+def _same(made_of: tuple, now: tuple) -> bool:
+    """Whether an early term was made of the tensor, the rows and the direction that loss() has now."""
+    return made_of[0] is now[0] and made_of[1] is now[1] and made_of[2] == now[2]
+
+
 @dataclass
 class Pair:
     where: str
@@ -90,27 +104,86 @@ class Pair:
 
     def carry(
         self, row_weight: torch.Tensor | None, direction: Direction, cache: RowCache, with_value: bool
-    ) -> CarriedKL | None:
-        """Gives this KL to the backward of the student's attention. None: that cannot carry it."""
-        handle = self.s.handle
-        has_sinks = self.sinks == "both" and (self.t.sink is not None or self.s.sink is not None)
-        if handle is None or handle.slot.term is not None or self.heads is not None or has_sinks:
-            return None
+    ) -> torch.Tensor:
+        """Gives this KL to the backward of the student's attention, and returns it; without its value it is 0.
+
+        Raises:
+            Apart: that cannot carry it.
+        """
+        if self.s.handle is None:
+            raise Apart(self.s.apart or "no attention has run")
+        loss, slot = self.s.handle.loss, self.s.handle.slot
+        if slot.term is not None and slot.early is None:
+            raise Apart("its attention carries another KL already")
+        early, made_of = slot.term, slot.early
+        slot.term = slot.early = None
+        try:
+            rows = self.carried_rows(cache)
+            if early is not None and made_of is not None and _same(made_of, (self.t.q, rows, direction)):
+                slot.term = early
+                if row_weight is not None:
+                    mean, _ = rows.mean(row_weight, heads=self.s.q.shape[1])
+                    early.weigh(mean["row_weight"], rows.pack_queries(self.s.q))
+            else:
+                term, q_s, k_s = self.term(row_weight, direction, cache, with_value)
+                if not carries_kl(term.q_t, term.k_t, q_s, k_s, term.lengths, term.options):
+                    raise Apart("no kernel computes the KL in its attention's backward", lasts=True)
+                slot.term, slot.kl = term, None
+                if with_value:
+                    with torch.no_grad():
+                        slot.kl = term.unpacked(term.measure(q_s, k_s), self.s.q.shape[0])
+        except Apart as why:
+            slot.apart = str(why) if why.lasts else None
+            raise
+        slot.apart = None
+        if slot.kl is None:
+            return loss
+        return loss + slot.weigh()
+
+    def carried_rows(self, cache: RowCache) -> Rows:
+        """The rows of a KL that an attention carries: all that it has.
+
+        Raises:
+            Apart: it has others.
+        """
+        if self.heads is not None:
+            raise Apart("head_map", lasts=True)
+        if self.sinks == "both" and (self.t.sink is not None or self.s.sink is not None):
+            raise Apart("attention sinks", lasts=True)
         if not self.has_same_keys(cache):
-            return None  # the student's attention has other keys than the KL
+            raise Apart("the teacher attends to other keys")
+        self._check()
+        rows = cache.rows(self.t, self.s, self.where)
+        if rows.leaves_out:
+            raise Apart("padding")  # its rows may have gradients too
+        if rows.has_bounds:
+            raise Apart("no causal mask, window or packed sequences describe its keys")
+        return rows
+
+    def term(
+        self, row_weight: torch.Tensor | None, direction: Direction, cache: RowCache, with_value: bool = True
+    ) -> tuple[Term, torch.Tensor, torch.Tensor]:
+        """The KL as an attention carries it, and the student's queries and keys, packed."""
         (q_t, k_t, q_s, k_s), options, rows = self.arguments(cache)
-        if rows.leaves_out or rows.has_bounds:
-            return None  # rows of padding may have gradients too
         mean, _ = rows.mean(row_weight, heads=q_s.shape[-3])
         lse_t = options.pop("lse_t")
         del options["lse_s"]  # the backward has it
         how = dict(with_value=with_value, packs_batch=rows.queries is not None)
-        term = term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, **how)
-        handle.slot.has_kernel = carries_kl(q_t, k_t, q_s, k_s, term.lengths, term.options)
-        if not handle.slot.has_kernel:
-            return None
-        handle.slot.term = term
-        return handle
+        return term_of(q_t, k_t, q_s, k_s, lse_t, direction, **mean, **options, **how), q_s, k_s
+
+    def early_term(self, direction: Direction, cache: RowCache) -> tuple[Term, tuple] | None:
+        """The term of an attention that has not run, without weights of rows, and what it is made of.
+
+        None: no kernel computes the attention and its KL.
+
+        Raises:
+            Apart: the attention cannot carry it.
+        """
+        rows = self.carried_rows(cache)
+        term, q_s, k_s = self.term(None, direction, cache)
+        term.plan = plan_of(term.q_t, term.k_t, q_s, k_s, rows.pack_keys(self.s.operand("v")), None, term.lengths, term.options)
+        runs = all(supports(term.plan, op) for op in (lib.ATTENTION_FORWARD, lib.ATTENTION_BACKWARD))
+        return (term, (self.t.q, rows, direction)) if runs else None
 
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
         """The LSEs of a model may be those of its own keys alone."""

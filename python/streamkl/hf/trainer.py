@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from ._capture import unwrap
 from ._distiller import AttentionDistiller
+from ._inputs import predicts_next_token
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -75,8 +76,7 @@ class DistillationMixin(_Trainer):
             have and run themselves; or else the base model of a PEFT student.
         kl_weight: factor of the KL in the loss.
         kl_until: the share of the steps with the KL. The steps after it train without, and evaluation still measures it.
-        distiller_options: options of :class:`streamkl.hf.AttentionDistiller`. With ``fused=True`` the KL comes with the backward: the
-            logged ``loss`` does not contain it, ``attention_kl`` does.
+        distiller_options: options of :class:`streamkl.hf.AttentionDistiller`.
     """
 
     def __init__(
@@ -97,7 +97,6 @@ class DistillationMixin(_Trainer):
         self._teacher = None if teacher is None else teacher.to(self.args.device)
         self._distiller: AttentionDistiller | None = None
         self._means = {True: _Means(), False: _Means()}  # training has one, and evaluation the other
-        self._uncounted: tuple[bool, Any] | None = None  # (training, rows) of a KL that the means lack
         self._step_rows: _Step | None = None
         self._generated: Any = None  # the micro-batches that a trainer has generated for this step
         assert self.distiller  # its options are checked now
@@ -162,10 +161,7 @@ class DistillationMixin(_Trainer):
         labels = inputs.get("labels")
         if labels is None:
             return None
-        model = self.distiller.student.model
-        of_own_token = getattr(model, "loss_type", None) in ("ForMaskedLM", "ForTokenClassification")
-        is_shifted = not model.config.is_encoder_decoder and not of_own_token
-        return ((labels[..., 1:] if is_shifted else labels) != -100).sum()
+        return ((labels[..., 1:] if predicts_next_token(self.distiller.student.model) else labels) != -100).sum()
 
     # ---- The loss ----------------------------------------------------------------------------------------------------
 
@@ -193,9 +189,7 @@ class DistillationMixin(_Trainer):
             distiller.drop()
             return (loss, outputs) if return_outputs else loss
         kl = distiller.loss(labels=labels)
-        self._uncounted = (model.training, 1 if rows is None else rows.to(kl.device))
-        if not distiller.carried_layers:
-            self._count_kl()
+        self._count_kl(model.training, 1 if rows is None else rows.to(kl.device))
         loss = loss + factor * kl.to(loss.device)
         return (loss, outputs) if return_outputs else loss
 
@@ -221,18 +215,14 @@ class DistillationMixin(_Trainer):
 
     def training_step(self, *args, **kwargs):
         loss = super().training_step(*args, **kwargs)
-        self._count_kl()  # if the backward had to bring it
         if self._step_rows is not None:
             self._step_rows.micro_batch += 1
         return loss
 
-    def _count_kl(self) -> None:
-        if self._uncounted is not None:
-            training, rows = self._uncounted
-            self._means[training].add("attention_kl", self.distiller.last_loss * rows, rows)
-            for i, kl in self.distiller.last_losses.items():
-                self._means[training].add(f"attention_kl_layer_{i}", kl * rows, rows)
-            self._uncounted = None
+    def _count_kl(self, training: bool, rows: Any) -> None:
+        self._means[training].add("attention_kl", self.distiller.last_loss * rows, rows)
+        for i, kl in self.distiller.last_losses.items():
+            self._means[training].add(f"attention_kl_layer_{i}", kl * rows, rows)
 
     def _share(self, rows: torch.Tensor | None, is_split: bool) -> Any:
         """The factor of a micro-batch's mean KL in the mean over the rows of the step.
