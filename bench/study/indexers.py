@@ -69,6 +69,7 @@ class Sparse:
                 self.learn(module.layer_idx, query, key, scaling)
             if self.mode != "train-dense":
                 mask = self.listed(module.layer_idx, query.shape[2])
+            if not self.mode.startswith("train"):
                 self.recalls.append(recall(query, key, scaling, mask))
         how = dict(attn_mask=mask[:, None]) if mask is not None else dict(is_causal=True)
         out = torch.nn.functional.scaled_dot_product_attention(

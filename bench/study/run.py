@@ -1,160 +1,265 @@
 #!/usr/bin/env python3
-"""Runs the arms of the study: a queue of streamkl-distill processes on one GPU.
+"""Runs the arms of the study together, in one process on one GPU.
 
-    run.py --arms arms.toml --teacher DIR --data DIR --out DIR [--jobs N] [--limit SECONDS] [--steps N] [--only NAME ...]
+    run.py --arms arms.toml --teacher DIR --data DIR --out DIR [--seed N] [--limit SECONDS] [--least-tokens N] [--only NAME ...]
 
-The arms file has [options], which all arms share, and [[arm]] tables in the order of their priority: a name, any options of
-streamkl-distill, and `seeds`, a list. `student = "@NAME"` starts from the student that the arm NAME has trained, with the same
-seed or the only one. At the limit, running arms write a checkpoint and stop; the same command continues them. After every
-arm, OUT/arms.csv (one row per arm) and OUT/curves.csv are written from all arms that are finished.
+The arms file has [options], which all arms share, and [[arm]] tables in the order of their priority: a name and any options of
+streamkl-distill; `student = "@NAME"` is the student that the arm NAME has left with --save. All arms read the same batch in every step, and the teacher reads it once for all of them. With --limit, as
+many arms run, at least two, as can read --least-tokens each, and the number of steps is what the time allows. At the end,
+OUT/arms.csv (one row per arm) and OUT/curves.csv receive the arms' rows.
 """
 
 import argparse
 import csv
-import json
+import dataclasses
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["TQDM_DISABLE"] = "1"  # read by the import
+
+import torch  # noqa: E402
+from streamkl.distill._loop import Run  # noqa: E402
+from streamkl.distill._objective import Outputs, next_tokens  # noqa: E402
+from streamkl.distill._options import Options  # noqa: E402
+from streamkl.distill._output import write_model  # noqa: E402
+from streamkl.distill._output_losses import row_losses  # noqa: E402
+from streamkl.distill._checkpoint import full_weights  # noqa: E402
 
 try:
     import tomllib
 except ImportError:
     import tomli as tomllib
 
-STOPPING = 25  # seconds before the limit at which running arms are told to stop
+BINS = 20  # points of a curve over the steps
+MEASURED = 10  # measurements of the held-out loss during training
+MEASURED_SEQUENCES = 64
+TOGETHER = 8  # sequences of a forward without gradients
+POSITIONS = 16  # points of a curve over the positions
+WARM, TIMED = 4, 6  # steps that decide how many follow
 CURVES = ("arm", "seed", "curve", "role", "at", "value")
 
 
+class SharedTeacher(Outputs):
+    """The logits of the teacher for the last batch: all arms learn from one forward."""
+
+    def __init__(self, teacher) -> None:
+        super().__init__(teacher)
+        self.head = torch.nn.Identity()  # its outputs are logits
+        self._ids = None
+
+    def hidden(self, ids, positions=None, states=None):
+        if states is not None:
+            return super().hidden(ids, positions, states)
+        if ids is not self._ids:
+            self._ids, self._logits = ids, super().hidden(ids, positions)
+        return self._logits
+
+
+class SharedBatches:
+    """The training data of all arms: a batch is on the device once."""
+
+    def __init__(self, sequences, device) -> None:
+        self.sequences, self.device, self._indices = sequences, device, None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def batch(self, indices):
+        if indices != self._indices:
+            self._indices, self._ids = indices, self.sequences.batch(indices).to(self.device)
+        return self._ids
+
+
 class Arm:
-    """One run of streamkl-distill: an arm with a seed."""
+    """A student in training."""
 
-    def __init__(self, name: str, seed: int, options: dict, out: Path) -> None:
-        self.name, self.seed, self.out = name, seed, out / f"{name}-{seed}"
-        self.needs = options["student"][1:] if options.get("student", "").startswith("@") else None
-        self.options = {**options, "seed": seed, "out": str(self.out)}
-        self.process: subprocess.Popen | None = None
-        self.started = 0.0
+    def __init__(self, name: str, options: Options, others: "list[Arm]") -> None:
+        same = [other for other in others if other.shape_of(other.run.options) == self.shape_of(options)]
+        before = same[0].run.before if same else None
+        self.name, self.run = name, Run(options, SimpleNamespace(pressed=0), before, like=others[0].run if others else None)
+        self.measured: list[tuple[int, float]] = []  # (step, held-out loss)
 
-    @property
-    def is_finished(self) -> bool:
-        return (self.out / "evaluation.json").exists()
+    @staticmethod
+    def shape_of(options: Options) -> tuple:
+        """Arms of one shape begin with the same student."""
+        names = ("student", "student_layers", "student_heads", "student_key_heads", "init_layers", "init_heads", "layer_map")
+        return tuple(str(getattr(options, name)) for name in names)
 
-    def start(self, parent: "Arm | None", jobs: int) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
-        options = {**self.options, **({"student": str(parent.out / "student")} if parent else {})}
-        path = self.out / "arm.toml"
-        path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
-        again = "--resume" if (self.out / "checkpoint.safetensors").exists() else "--overwrite"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))}
-        command = [sys.executable, "-m", "streamkl.distill", "--options", str(path), again]
-        with open(self.out / "output.log", "a") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-        self.started = time.monotonic()
+    def restart(self, weights: dict) -> None:
+        """Undoes the steps since the weights were taken."""
+        run = self.run
+        run.student.load_state_dict(weights)
+        run.optimizer.state.clear()
+        run.step, run.seconds, run.history = 0, 0.0, []
+
+    def measure(self) -> None:
+        losses = held_out_losses(self.run, self.run.student, MEASURED_SEQUENCES)
+        self.measured.append((self.run.step, losses.mean().item()))
 
 
-def read_arms(given: argparse.Namespace) -> list[Arm]:
+@torch.no_grad()
+def held_out_losses(run: Run, model, count: int) -> torch.Tensor:
+    """[sequences, tokens]: the language loss of the first held-out sequences."""
+    outputs, losses = Outputs(model), []
+    for at in range(0, min(count, len(run.held_out)), TOGETHER):
+        ids = run.held_out.batch(list(range(at, min(at + TOGETHER, count, len(run.held_out))))).to(model.device)
+        with run.accelerator.autocast():
+            hidden = outputs.hidden(ids)
+            losses.append(row_losses(None, outputs.head, None, hidden, next_tokens(ids))["language"][:, :-1])
+    run.objective.distiller.drop()
+    return torch.cat(losses)
+
+
+def read_arms(given: argparse.Namespace) -> dict[str, Options]:
     file = tomllib.loads(given.arms.read_text())
-    data = {name: [str(given.data / f"{file}.npy")] for name, file in (("data", "train"), ("held-out", "held-out"))}
-    common = {"teacher": given.teacher, **data, **file["options"], **({"steps": given.steps} if given.steps else {})}
-    arms = []
+    common = {"teacher": given.teacher, "data": [str(given.data / "train.npy")], "held-out": [str(given.data / "held-out.npy")],
+              "seed": given.seed, "overwrite": True, **file["options"]}  # fmt: skip
+    if given.cpu:
+        common["cpu"] = True
+    arms = {}
     for table in file["arm"]:
-        name, seeds = table.pop("name"), table.pop("seeds", [0])
-        options = {**common, **table}
-        if options.get("student"):
-            options.pop("student-layers", None)
-        arms += [Arm(name, seed, options, given.out) for seed in seeds if not given.only or name in given.only]
+        name = table.pop("name")
+        if given.only and name not in given.only:
+            continue
+        options = {**common, **table, "out": str(given.out / f"{name}-{given.seed}")}
+        if options.get("student", "").startswith("@"):
+            options["student"] = str(given.out / f"{options['student'][1:]}-{given.seed}" / "student")
+        arms[name] = Options(**{key.replace("-", "_"): value for key, value in options.items()}).check()
+    first = next(iter(arms.values()))
+    for name, options in arms.items():
+        for key in ("context", "batch", "accumulate", "start_context", "steps", "precision"):
+            if getattr(options, key) != getattr(first, key):
+                sys.exit(f"{given.arms}: {name}: {key} must be that of the other arms, which read the same batches")
+    if first.accumulate != 1 or first.start_context:
+        sys.exit(f"{given.arms}: accumulate must be 1 and start-context 0")
     return arms
 
 
-def parent_of(arm: Arm, arms: list[Arm]) -> Arm | None:
-    """The arm whose student this one starts from."""
-    found = {other.seed: other for other in arms if other.name == arm.needs}
-    if not found and arm.needs:
-        raise SystemExit(f"{arm.name}: student=@{arm.needs}: there is no such arm")
-    return found.get(arm.seed, next(iter(found.values()), None))
+class Together:
+    """The arms, and the teacher that they share."""
+
+    def __init__(self, arms: list[Arm]) -> None:
+        self.arms, first = arms, arms[0].run
+        self.teacher, self.data = SharedTeacher(first.teacher), SharedBatches(first.training, first.accelerator.device)
+        for arm in arms:
+            arm.run.training = self.data
+            arm.run.objective.outputs = (self.teacher, arm.run.objective.outputs[1])
+            arm.run.student.train()
+        self.teacher_seconds: list[float] = []
+
+    def step(self) -> None:
+        """One step of every arm."""
+        run = self.arms[0].run
+        started = time.monotonic()
+        ids = run.batches()[0]
+        with torch.no_grad(), run.accelerator.autocast():
+            self.teacher.hidden(ids)
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        self.teacher_seconds.append(time.monotonic() - started)
+        for arm in self.arms:
+            arm.run.history.append(arm.run.advance())
+
+    def calibrate(self) -> tuple[float, dict[str, float]]:
+        """(seconds of the teacher, of each arm) per step. The students are as before."""
+        weights = [{name: each.clone() for name, each in arm.run.student.state_dict().items()} for arm in self.arms]
+        for _ in range(WARM + TIMED):
+            self.step()
+        own = {arm.name: statistics.median(_seconds(each, arm.run) for each in arm.run.history[WARM:]) for arm in self.arms}
+        teacher = statistics.median(self.teacher_seconds[WARM:])
+        for arm, saved in zip(self.arms, weights):
+            arm.restart(saved)
+        self.teacher_seconds.clear()
+        return teacher, own
+
+    def keep(self, count: int) -> None:
+        del self.arms[count:]
 
 
-def work(arms: list[Arm], jobs: int, end: float, finished) -> None:
-    """Runs the arms, at most `jobs` at a time, until they are finished or time.monotonic() is `end`."""
-    waiting, running, took = [arm for arm in arms if not arm.is_finished], [], []
-    while waiting or running:
-        left = end - STOPPING - time.monotonic()
-        if left <= 0:
-            break
-        ready = [arm for arm in waiting if (parent := parent_of(arm, arms)) is None or parent.is_finished]
-        if len(running) < jobs and ready and left > min(took, default=0):  # an arm that cannot end is not begun
-            arm = ready[0]
-            waiting.remove(arm)
-            running.append(arm)
-            arm.start(parent_of(arm, arms), jobs)
-            say(f"{arm.out.name}: started, {left:.0f} s left")
-        elif not running:
-            break
-        for arm in [arm for arm in running if arm.process.poll() is not None]:
-            running.remove(arm)
-            seconds = time.monotonic() - arm.started
-            say(f"{arm.out.name}: status {arm.process.returncode} after {seconds:.0f} s")
-            if arm.is_finished:
-                took.append(seconds)
-                (arm.out / "checkpoint.safetensors").unlink(missing_ok=True)
-                finished()
-            else:
-                say((arm.out / "output.log").read_text()[-2000:])
-        time.sleep(0.2)
-    stop(running)
-    if any(arm.is_finished for arm in running):
-        finished()
+def _seconds(entry: dict, run: Run) -> float:
+    return run.tokens_per_step() / entry["tokens_per_second"]
 
 
-def stop(running: list[Arm]) -> None:
-    for arm in running:
-        arm.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + STOPPING - 5
-    for arm in running:
-        try:
-            arm.process.wait(max(deadline - time.monotonic(), 0.1))
-        except subprocess.TimeoutExpired:
-            arm.process.kill()
-            arm.process.wait()
-        say(f"{arm.out.name}: {'finished' if arm.is_finished else 'stopped'}, status {arm.process.returncode}")
+def plan(teacher: float, arms: dict[str, float], seconds: float, evaluation: float, least_steps: int) -> tuple[int, int]:
+    """(arms, steps): as many of the first arms, at least two, as can take `least_steps` steps in these seconds.
+
+    `arms` are {name: seconds per step}, and `evaluation` the seconds of an arm apart from its steps. A control is not the last
+    arm: nothing would be compared with it.
+    """
+    names, times = list(arms), list(arms.values())
+    counts = [n for n in range(min(2, len(arms)), len(arms) + 1) if not names[n - 1].endswith("control") or n < 2]
+    steps = {n: int((seconds - n * evaluation) / (teacher + sum(times[:n]))) for n in counts}
+    count = max((n for n, each in steps.items() if each >= least_steps), default=min(steps))
+    return count, max(steps[count], MEASURED)
 
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
+def train(arms: list[Arm], given: argparse.Namespace, began: float, evaluation: float) -> Together:
+    together = Together(arms)
+    with ExitStack() as stack:
+        for arm in arms:
+            stack.enter_context(arm.run.objective.attached())
+        steps, tokens = arms[0].run.options.steps, arms[0].run.tokens_per_step()
+        if given.limit:
+            teacher, own = together.calibrate()
+            for name, each in own.items():
+                say(f"{name}: {1e3 * each:.1f} ms per step, {tokens / each:,.0f} tokens/s")
+            left = began + given.limit - time.monotonic()
+            count, steps = plan(teacher, own, left - 5, 1.1 * evaluation + 4, -(-given.least_tokens // tokens))
+            say(f"teacher: {1e3 * teacher:.1f} ms per step; {count} arms take {steps} steps of {tokens:,} tokens; {left:.0f} s left")
+            together.keep(count)
+        for arm in arms:
+            arm.run.options.steps = steps
+            arm.measure()
+        every = -(-steps // MEASURED)
+        for step in range(1, steps + 1):
+            together.step()
+            if step % every == 0 or step == steps:
+                for arm in arms:
+                    arm.measure()
+                losses = ", ".join(f"{arm.name} {arm.measured[-1][1]:.3f}" for arm in arms)
+                say(f"step {step} of {steps}: held-out loss: {losses}")
+            late = given.limit and began + given.limit - time.monotonic() < 0.8 * evaluation * len(arms)
+            if late:
+                say(f"stopped at step {step} of {steps}: the time is up")
+                break
+    return together
+
+
 # ---- Results -----------------------------------------------------------------------------------------------------------
 
 
-def row_of(arm: Arm, jobs: int, commit: str) -> tuple[dict, list[tuple]]:
-    """(the row of arms.csv, the rows of curves.csv) of a finished arm."""
-    found = json.loads((arm.out / "evaluation.json").read_text())
-    before, after = found["before"], found["after"]
-    log = [json.loads(line) for line in (arm.out / "log.jsonl").read_text().splitlines()]
-    log = [entry for entry in log if "tokens_per_second" in entry]
-    steps = len(log)
-    tokens = arm.options["batch"] * arm.options["context"] * arm.options.get("accumulate", 1)
+def row_of(arm: Arm, together: Together, losses: dict[str, torch.Tensor], given: argparse.Namespace) -> tuple[dict, list]:
+    """(the row of arms.csv, the rows of curves.csv) of a trained arm."""
+    run, after, before, history = arm.run, arm.run.after, arm.run.before, arm.run.history
+    tokens, steps = run.tokens_per_step(), len(history)
     row = dict(
-        arm=arm.name, seed=arm.seed, commit=commit, jobs=jobs, context=after["context"], layers=len(after["kl_layer"]),
-        heads=len(after["kl_head"][0]), steps=steps, tokens=steps * tokens, train_seconds=round(log[-1]["seconds"], 2),
-        ms_per_step=round(1e3 * tokens / statistics.median(e["tokens_per_second"] for e in log), 2),
-        peak_gib=round(max(e["memory"] for e in log) / 2**30, 3), sequences=after["sequences"],
-        kl_before=before["kl"], kl=after["kl"], output_kl_before=before["output_kl"], output_kl=after["output_kl"],
-        loss_before=_mean(before["language"]["student"]), loss=_mean(after["language"]["student"]),
-        loss_teacher=_mean(after["language"]["teacher"]),
+        arm=arm.name, seed=given.seed, commit=given.commit, together=len(together.arms), context=after.context,
+        layers=len(after.kl_layer), heads=len(after.kl_head[0]), rate=run.options.rate, steps=steps, tokens=steps * tokens,
+        train_seconds=round(run.seconds, 2), ms_per_step=round(1e3 * statistics.median(_seconds(e, run) for e in history), 2),
+        ms_teacher=round(1e3 * statistics.median(together.teacher_seconds), 2),
+        peak_gib=round(max(e["memory"] for e in history) / 2**30, 3), sequences=len(losses["student"]),
+        kl_before=before.kl, kl=after.kl, output_kl_before=before.output_kl, output_kl=after.output_kl,
+        loss_before=arm.measured[0][1], loss=losses["student"].mean().item(), loss_teacher=losses["teacher"].mean().item(),
     )  # fmt: skip
-    curves = [("kl_layer", "student", i, kl) for i, kl in enumerate(after["kl_layer"])]
-    for role, losses in after["language"].items():
-        size = after["context"] / len(losses)
-        curves += [("loss_position", role, round((i + 1) * size), loss) for i, loss in enumerate(losses)]
-        curves += [("loss_sequence", role, i, loss) for i, loss in enumerate(after["language_sequence"][role])]
-        shares = [statistics.mean(pair) for pair in zip(*after["distance_share"][role])]
+    curves = [("kl_layer", "student", i, kl) for i, kl in enumerate(after.kl_layer)]
+    curves += [("held_out_loss", "student", step, loss) for step, loss in arm.measured]
+    for role, each in losses.items():
+        parts, size = each.tensor_split(POSITIONS, 1), after.context / POSITIONS
+        curves += [("loss_position", role, round((i + 1) * size), part.mean().item()) for i, part in enumerate(parts)]
+        curves += [("loss_sequence", role, i, loss) for i, loss in enumerate(each.mean(1).tolist())]
+        shares = [statistics.mean(pair) for pair in zip(*after.distance_share[role])]
         curves += [("distance_share", role, 2**i // 2, share) for i, share in enumerate(shares)]
-    for test in after["retrieval"]:
+    for test in after.retrieval:
         length = test["length"]
         row.update({f"needle_rows_{length}": test["rows"], f"needle_heads_{length}": len(test["heads"])})
         for kind, label in ("attention", "found"), ("answers", "answered"):
@@ -162,13 +267,13 @@ def row_of(arm: Arm, jobs: int, commit: str) -> tuple[dict, list[tuple]]:
                 shares = test[kind][role] or []
                 row[f"{label}_{role}_{length}"] = _mean(shares)
                 curves += [(f"{label}_{length}", role, i, share) for i, share in enumerate(shares)]
-    bins = min(20, steps)
-    for name in {"language", "output", "attention"} & log[0].keys():
+    bins = min(BINS, steps)
+    for name in {"language", "output", "attention"} & history[0].keys():
         for i in range(bins):
-            part = [e[name] for e in log[i * steps // bins : (i + 1) * steps // bins] if name in e]
+            part = [e[name] for e in history[i * steps // bins : (i + 1) * steps // bins] if name in e]
             if part:
                 curves.append((f"training_{name}", "student", (i + 1) * steps // bins, statistics.mean(part)))
-    return row, [(arm.name, arm.seed, *curve) for curve in curves]
+    return row, [(arm.name, given.seed, *curve) for curve in curves]
 
 
 def _mean(values: list) -> float | None:
@@ -176,22 +281,28 @@ def _mean(values: list) -> float | None:
     return statistics.mean(known) if known else None
 
 
-def write_csv(out: Path, arms: list[Arm], jobs: int, commit: str) -> None:
-    rows, curves = [], []
-    for arm in arms:
-        if arm.is_finished:
-            row, more = row_of(arm, jobs, commit)
-            rows.append(row)
-            curves += more
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with open(out / "arms.csv", "w", newline="") as file:
+def write_csv(out: Path, rows: list[dict], curves: list[tuple]) -> None:
+    """Adds the rows to those of other arms and seeds."""
+    new = {(row["arm"], str(row["seed"])) for row in rows}
+    old, old_curves = ([row for row in _read(out / name) if (row["arm"], row["seed"]) not in new] for name in ("arms.csv", "curves.csv"))  # fmt: skip
+    rows = old + [{k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    _write(out / "arms.csv", list(dict.fromkeys(name for row in rows for name in row)), rows)
+    made = [dict(zip(CURVES, (*row[:-1], "" if row[-1] is None else f"{row[-1]:.5g}"))) for row in curves]
+    _write(out / "curves.csv", list(CURVES), old_curves + made)
+
+
+def _read(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, names: list[str], rows: list[dict]) -> None:
+    with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows)
-    with open(out / "curves.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(CURVES)
-        writer.writerows([*row[:-1], "" if row[-1] is None else f"{row[-1]:.5g}"] for row in curves)
+        writer.writerows(rows)
 
 
 def main() -> None:
@@ -201,25 +312,40 @@ def main() -> None:
     parser.add_argument("--teacher", required=True)
     parser.add_argument("--data", type=Path, required=True, help="a folder with train.npy and held-out.npy")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds")
-    parser.add_argument(
-        "--steps", type=int, help="of all arms that have no steps of their own; default: those of the file"
-    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=0, help="seconds; 0: the steps of the arms file")
+    parser.add_argument("--least-tokens", type=int, default=20_000_000, help="of an arm; a limit leaves the last arms out")
+    parser.add_argument("--sequences", type=int, default=192, help="held-out sequences of the loss")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--commit", default="", help="default: that of the working tree")
+    parser.add_argument("--save", action="store_true", help="write the students to OUT/NAME-SEED/student")
+    parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
-    commit = (
-        given.commit
-        or subprocess.run(
+    if not given.commit:
+        given.commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
         ).stdout.strip()
-    )
-    arms = read_arms(given)
-    given.out.mkdir(parents=True, exist_ok=True)
-    work(arms, given.jobs, began + given.limit, lambda: write_csv(given.out, arms, given.jobs, commit))
-    write_csv(given.out, arms, given.jobs, commit)
-    say(f"{sum(arm.is_finished for arm in arms)} of {len(arms)} arms are finished")
+    arms: list[Arm] = []
+    evaluation = 0.0
+    for name, options in read_arms(given).items():
+        started = time.monotonic()
+        arms.append(Arm(name, options, arms))
+        took = time.monotonic() - started
+        evaluation = max(evaluation, took)
+        say(f"{name}: {took:.1f} s until it can train")
+    together = train(arms, given, began, evaluation)
+    rows, curves = [], []
+    of_teacher = held_out_losses(arms[0].run, arms[0].run.teacher, given.sequences)
+    for arm in arms:
+        losses = dict(student=held_out_losses(arm.run, arm.run.student, given.sequences), teacher=of_teacher)
+        arm.run.after = arm.run._evaluate("after training")
+        row, more = row_of(arm, together, losses, given)
+        rows.append(row)
+        curves += more
+        write_csv(given.out, rows, curves)
+        if given.save:
+            write_model(arm.run.out / "student", arm.run, full_weights(arm.run.wrapped), [])
+        say(f"{arm.name}: held-out loss {row['loss']:.4f}, attention KL {row['kl']:.3f}")
 
 
 if __name__ == "__main__":

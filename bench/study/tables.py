@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the tables of docs/study/README.md between their markers, and its pictures, from the CSV files of run.py.
+"""Writes the tables of docs/study/README.md between their markers, and its pictures, from the CSV files of run.py and
+indexers.py.
 
     tables.py [bench/study/results] [docs/study]
 
@@ -15,14 +16,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-PICTURES = ("loss.svg", "needles.svg", "positions.svg")
-SHOWN = (
-    "control",
-    "attention-0.1",
-    "attention-1",
-    "far-0.1",
-    "retrieval-heads-0.1",
-)  # arms with lines of their own in pictures
+PICTURES = ("course.svg", "needles.svg", "positions.svg")
+SHOWN = ("control", "attention-0.03", "attention-0.1", "first-third-0.1")  # arms with lines in the pictures of one shape
 COLOURS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf")
 
 
@@ -30,6 +25,8 @@ class Study:
     def __init__(self, folder: Path) -> None:
         with open(folder / "arms.csv") as file:
             self.arms = {(row["arm"], int(row["seed"])): row for row in csv.DictReader(file)}
+        with open(folder / "indexers.csv") as file:
+            self.indexers = {(row["stage"], row["keys"], int(row["top"])): row for row in csv.DictReader(file)}
         self.curves: dict = defaultdict(dict)  # {(arm, seed, curve, role): {at: value}}
         with open(folder / "curves.csv") as file:
             for row in csv.DictReader(file):
@@ -67,19 +64,19 @@ def share(text: str) -> str:
 
 
 def arms_table(study: Study, keys) -> list[str]:
-    lines = ["| arm | tokens, M | attention KL | held-out loss | less than the control | needles found | values answered | ms per step | GiB |",
-             "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    lines = ["| arm | tokens, M | attention KL | held-out loss | less than the control | needles found | values answered | ms per step |",
+             "|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for key in keys:
         row, length, apart = study.arms[key], study.length(key), study.difference(key)
         difference = "" if apart is None else f"{-apart[0]:+.4f} ± {apart[1]:.4f}"
         lines.append(f"| {key[0]} | {int(row['tokens']) / 1e6:.1f} | {float(row['kl']):.3f} | {float(row['loss']):.4f} | {difference} | "
                      f"{share(row[f'found_student_{length}'])} | {share(row[f'answered_student_{length}'])} | "
-                     f"{float(row['ms_per_step']):.0f} | {float(row['peak_gib']):.1f} |")  # fmt: skip
+                     f"{1e3 * float(row['train_seconds']) / int(row['steps']):.1f} |")  # fmt: skip
     for context in sorted({study.arms[key]["context"] for key in keys}, key=int):
         key = next(key for key in keys if study.arms[key]["context"] == context)
         row, length = study.arms[key], study.length(key)
         lines.append(f"| the teacher, {int(context):,} tokens | | | {float(row['loss_teacher']):.4f} | | {share(row[f'found_teacher_{length}'])} | "
-                     f"{share(row[f'answered_teacher_{length}'])} | | |")  # fmt: skip
+                     f"{share(row[f'answered_teacher_{length}'])} | {float(row['ms_teacher']):.1f} |")  # fmt: skip
     row, length = study.arms[keys[0]], study.length(keys[0])
     return [*lines, "", f"{row['sequences']} held-out sequences; needles at {length:,} tokens: {row[f'needle_rows_{length}']} rows, "
             f"{row[f'needle_heads_{length}']} heads of the teacher that retrieve."]  # fmt: skip
@@ -104,6 +101,18 @@ def seeds_table(study: Study) -> list[str]:
     return lines if len(lines) > 2 else []
 
 
+def indexers_table(study: Study) -> list[str]:
+    lines = ["| keys | the most recent: recall | loss | after the dense stage: recall | loss | after the sparse stage: recall | loss |",
+             "|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for top in sorted({top for _, _, top in study.indexers if top}):
+        found = [study.indexers[key] for key in (("none", "recent", top), ("dense", "sparse", top), ("sparse", "sparse", top))]
+        cells = " | ".join(f"{float(row['recall']):.3f} | {float(row['loss']):.3f}" for row in found)
+        lines.append(f"| {top:,} | {cells} |")
+    dense = study.indexers["none", "dense", 0]
+    return [*lines, "", f"{dense['sequences']} held-out sequences of {int(dense['context']):,} tokens; with all keys the loss is "
+            f"{float(dense['loss']):.3f}."]  # fmt: skip
+
+
 def tables(study: Study) -> dict[str, list[str]]:
     first = [key for key in study.arms if key[1] == 0]
     main = study.arms[first[0]]
@@ -115,7 +124,7 @@ def tables(study: Study) -> dict[str, list[str]]:
     other = [key for key in first if key not in plain]
     longer = [key for key in other if int(study.arms[key]["context"]) > int(main["context"])]
     shapes = [key for key in other if key not in longer]
-    found = {"arms": arms_table(study, plain), "seeds": seeds_table(study)}
+    found = {"arms": arms_table(study, plain), "seeds": seeds_table(study), "indexers": indexers_table(study)}
     return found | {name: arms_table(study, keys) for name, keys in (("long", longer), ("students", shapes)) if keys}
 
 
@@ -135,17 +144,16 @@ def write_tables(study: Study, page: Path) -> None:
 # ---- Pictures ----------------------------------------------------------------------------------------------------------
 
 
-def draw_loss(plt, study: Study, path: Path) -> None:
-    found = {key: study.difference(key) for key in study.arms if key[1] == 0}
-    found = dict(sorted(((key, each) for key, each in found.items() if each), key=lambda item: -item[1][0]))
-    figure, panel = plt.subplots(figsize=(7, 0.5 + 0.3 * len(found)), layout="constrained")
-    panel.errorbar([each[0] for each in found.values()], range(len(found)), xerr=[each[1] for each in found.values()], fmt="o",
-                   color=COLOURS[1])  # fmt: skip
-    panel.set_yticks(range(len(found)), [key[0] for key in found])
-    panel.axvline(0, color=COLOURS[0])
-    panel.set(
-        xlabel="held-out loss less that of the control, nats\n(left is better; bars: two standard errors over sequences)"
-    )
+def draw_course(plt, study: Study, path: Path) -> None:
+    found = {key: other for key in study.arms if key[1] == 0 and (other := study.control(key))}
+    figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
+    for (key, other), colour in zip(found.items(), COLOURS[1:]):
+        mine, theirs = (study.curves[(*each, "held_out_loss", "student")] for each in (key, other))
+        per_step = int(study.arms[key]["tokens"]) / int(study.arms[key]["steps"]) / 1e6
+        panel.plot([at * per_step for at in mine], [mine[at] - theirs[at] for at in mine], "o-", label=key[0], color=colour)
+    panel.axhline(0, color=COLOURS[0])
+    panel.set(xlabel="tokens, millions", ylabel="held-out loss less that of the control, nats")
+    panel.legend(frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -201,7 +209,7 @@ def main(results: Path, docs: Path) -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams["svg.hashsalt"] = "streamkl"  # the same bytes every time
-    for name, draw in zip(PICTURES, (draw_loss, draw_needles, draw_positions)):
+    for name, draw in zip(PICTURES, (draw_course, draw_needles, draw_positions)):
         draw(plt, study, docs / name)
 
 
