@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = {
     "peers": "attention KL compared with PyTorch, Triton and attention kernels, in time and memory",
     "shapes": "shapes that distillation has: which are slow for their work?",
-    "carried": "the KL inside an attention backward, compared with two calls",
     "call": "what the loss adds to an attention, as Python calls it",
     "step": "what the loss adds to a training step",
     "stats": "statistics of one attention, compared with the KL forward, SDPA and FlexAttention",
     "indexer": "the loss of a sparse attention's indexer, compared with naive code",
+    "pooled": "indexers of blocks with a pooled teacher, compared with the KL forward",
     "zigzag": "the work of each rank of a context-parallel group: is it balanced?",
     "overhead": "host time of a call from Python",
     "cpu_attention": "a CPU thread, compared with PyTorch's attention",

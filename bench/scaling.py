@@ -5,8 +5,9 @@
     bench/scaling.py --heads 16 --key-heads 16      # another one
     bench/scaling.py --two-passes                   # without the LSEs of the attention
     bench/scaling.py --node-link 50 --node-size 8   # GB/s of a GPU's network link, GPUs per node
+    torchrun --nproc-per-node=8 bench/scaling.py --measure 131072   # on these GPUs: a layer's step, next to its plan
 
-Nothing is measured here. Computed from the newest rows of bench/results/peers.csv that one GPU has measured, and from
+Nothing is measured without --measure. Computed from the newest rows of bench/results/peers.csv that one GPU has measured, and from
 link rates:
 
     compute         pairs / W x 2 dim x products / rate: zigzag gives every rank the same number of visible pairs.
@@ -29,6 +30,9 @@ uses the links.
 import argparse
 import csv
 import math
+import os
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,6 +159,54 @@ def table(plans):
     return lines
 
 
+def measured(model, length, two_passes, rounds=5):
+    """(seconds, ranks): the loss of one layer and its gradients on the processes of torchrun, the slowest rank's median."""
+    import torch
+    import torch.distributed as dist
+
+    import run
+
+    run.find_package()
+    import streamkl
+
+    on_gpu = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    ranks, own = dist.get_world_size(), length // dist.get_world_size()
+    if length % (2 * ranks):
+        raise SystemExit(f"scaling.py: --measure={length}: must be a multiple of {2 * ranks} for {ranks} ranks")
+    parallel = streamkl.Parallel(dist.group.WORLD, layout="zigzag")
+
+    def tensor(heads):
+        return torch.randn(1, own, heads, model.dim, device=device, dtype=torch.bfloat16)
+
+    q_t, k_t, q_s, k_s = (tensor(heads) for heads in (model.heads, model.key_heads) * 2)
+    options = dict(causal=True, parallel=parallel)
+    _, lse_t, lse_s = streamkl.attention_kl(q_t, k_t, q_s, k_s, return_lse=True, **options)
+    given = {} if two_passes else dict(lse_t=lse_t, lse_s=lse_s)
+    leaves = [tensor.requires_grad_() for tensor in (q_s, k_s)]
+
+    def step():
+        loss = streamkl.attention_kl(q_t, k_t, *leaves, **options, **given)
+        torch.autograd.grad(loss, leaves)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    slowest = torch.tensor(statistics.median(times[1:]), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    is_first = dist.get_rank() == 0
+    dist.destroy_process_group()
+    return (slowest.item(), ranks) if is_first else None
+
+
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads; default 32")
@@ -162,6 +214,7 @@ def parser():
     parser.add_argument("--dim", type=int, default=128, metavar="N", help="head size; default 128")
     parser.add_argument("--layers", type=int, default=32, metavar="N", help="compared layers; default 32")
     parser.add_argument("--two-passes", action="store_true", help="forward and backward, without given LSEs")
+    parser.add_argument("--measure", type=int, metavar="N", help="under torchrun: time a layer of N tokens in all")
     parser.add_argument("--node-size", type=int, default=8, metavar="N", help="GPUs per node; default 8")
     parser.add_argument(
         "--node-link", type=float, default=50, metavar="X", help="GB/s per GPU between nodes; default 50: 400 Gb/s"
@@ -194,6 +247,13 @@ def main():
     model = Model(given.heads, given.key_heads, given.dim, given.layers)
     cluster = Cluster(given.node_size, given.node_link, given.nvlink, given.efficiency)
     rates, about = newest_rates(given.results, given.dim)
+    if given.measure:
+        if found := measured(model, given.measure, given.two_passes):
+            seconds, ranks = found
+            plan = Plan(model, cluster, rates, given.measure, ranks, given.two_passes)
+            planned = plan.compute + (plan.exposed if ranks > 1 else 0.0)
+            print(f"{given.measure} tokens, {ranks} ranks, one layer: measured {seconds:.4f} s, planned {planned:.4f} s")
+        return
     print(f"rates of one GPU at {about}")
     heads = f"{model.heads} query heads and {model.key_heads} key heads of {model.dim}"
     print(f"{model.layers} layers, {heads}, causal, bf16; memory of one layer")

@@ -5,7 +5,7 @@
 static const char header[] =
     "date,version,machine,cores,kernel,dtype,gradients,mask,heads,length,dim,threads,method,pass,"
     "status,samples,median_s,min_s,max_s,executed_gflops,useful_gflops,sgemm_gflops,"
-    "percent_of_sgemm,memory_bytes,streaming_speedup,percent_waiting,index_heads,key_heads,top_k\n";
+    "percent_of_sgemm,memory_bytes,streaming_speedup,percent_waiting\n";
 
 static void write_quoted(FILE *file, const char *text)
 {
@@ -37,15 +37,6 @@ static void write_configuration(FILE *file, const bench_report *report, const be
             config->causal ? "causal" : "none", config->heads, point->length, point->dim, point->threads);
 }
 
-/* The columns that only an indexer fills. */
-static void write_student(FILE *file, const bench_config *config)
-{
-    write_number(file, (double)config->index_heads);
-    write_number(file, (double)(config->index_heads && !config->key_heads ? config->heads : config->key_heads));
-    write_number(file, (double)config->top_k);
-    fprintf(file, "\n");
-}
-
 static void write_pass(FILE *file, const bench_report *report, const bench_point *point, bench_method method,
                        bench_pass pass)
 {
@@ -65,14 +56,13 @@ static void write_pass(FILE *file, const bench_report *report, const bench_point
     fprintf(file, ",%zu", result->memory_size);
     write_number(file, streams ? 0 : bench_speedup(point, method, pass));
     write_number(file, 100 * point->waiting_share);
-    write_student(file, &report->config);
+    fprintf(file, "\n");
 }
 
 static void write_skipped(FILE *file, const bench_report *report, const bench_point *point, bench_method method)
 {
     write_configuration(file, report, point);
-    fprintf(file, ",%s,,skipped,,,,,,,,,%zu,,", bench_method_name(method), point->methods[method].memory_size);
-    write_student(file, &report->config);
+    fprintf(file, ",%s,,skipped,,,,,,,,,%zu,,\n", bench_method_name(method), point->methods[method].memory_size);
 }
 
 void csv_write(FILE *file, const bench_report *report)
@@ -81,12 +71,9 @@ void csv_write(FILE *file, const bench_report *report)
     for (int i = 0; i < report->point_count; i++) {
         const bench_point *const point = &report->points[i];
         for (int method = 0; method < BENCH_METHOD_COUNT; method++) {
-            if (!point->methods[method].ran) {
-                if (report->config.index_heads == 0) /* an indexer has no other method */
-                    write_skipped(file, report, point, (bench_method)method);
-                continue;
-            }
-            for (int pass = 0; pass < bench_pass_count((bench_method)method); pass++)
+            if (!point->methods[method].ran)
+                write_skipped(file, report, point, (bench_method)method);
+            for (int pass = 0; point->methods[method].ran && pass < bench_pass_count((bench_method)method); pass++)
                 write_pass(file, report, point, (bench_method)method, (bench_pass)pass);
         }
     }

@@ -127,9 +127,6 @@ static skl_status open_entry(bench_session *session, thread_entry *entry, const 
     if (status != SKL_OK)
         return status;
     entry->methods[BENCH_STREAMING] = add_method(session, run_streaming, &entry->streaming, BENCH_PASS_COUNT);
-    status = device_timer_create(&entry->methods[BENCH_STREAMING]->timer, options->device);
-    if (status != SKL_OK)
-        return status;
     for (int method = BENCH_IN_PLACE; method < BENCH_METHOD_COUNT; method++) {
         if (session->baselines[method] == NULL)
             continue;
@@ -166,8 +163,6 @@ static skl_status open_session(bench_session *session, const bench_config *confi
 
 static void close_session(bench_session *session)
 {
-    for (int i = 0; i < session->sampled_count; i++)
-        device_timer_destroy(&session->sampled[i].timer);
     for (int i = 0; i < BENCH_LIST_MAX; i++)
         streaming_close(&session->entries[i].streaming);
     for (int method = 0; method < BENCH_METHOD_COUNT; method++)
@@ -185,7 +180,7 @@ static bench_method_result result_of(const thread_entry *entry, const bench_conf
     bench_method_result result = {.ran = entry->methods[method] != NULL};
     if (method == BENCH_STREAMING)
         result.memory_size = entry->streaming.workspace_size;
-    else if (config->index_heads == 0)
+    else
         result.memory_size = materialized_size(memory_of(method), config->heads, length);
     for (int pass = 0; result.ran && pass < bench_pass_count(method); pass++)
         result.passes[pass] = sampler_timing(entry->methods[method], pass);
@@ -197,13 +192,9 @@ static double sgemm_flops(const thread_entry *entry)
     return entry->sgemm_method ? sgemm_cube_flop() / sampler_timing(entry->sgemm_method, 0).median : 0;
 }
 
-static skl_status append_points(bench_report *report, const bench_session *session, int64_t length, int64_t dim,
-                                double waiting_share)
+static void append_points(bench_report *report, const bench_session *session, int64_t length, int64_t dim,
+                          double waiting_share)
 {
-    device_properties gpu;
-    const skl_status status = device_describe(report->config.engine.device, &gpu);
-    if (status != SKL_OK)
-        return status;
     const bench_config *const config = &report->config;
     const bool compared = session->baselines[BENCH_IN_PLACE] || session->baselines[BENCH_FRAMEWORK];
     const double kl_difference = compared ? bench_tensors_kl_difference(&session->tensors) : NAN;
@@ -216,18 +207,14 @@ static skl_status append_points(bench_report *report, const bench_session *sessi
             .dim = dim,
             .threads = skl_plan_threads(entry->streaming.plan),
             .sgemm_flops = sgemm_flops(entry),
-            .gpu = gpu,
             .waiting_share = waiting_share,
             .kl_difference = kl_difference,
             .gradient_difference = gradient_difference,
         };
         snprintf(point->kernel, sizeof point->kernel, "%s", skl_plan_kernel(entry->streaming.plan));
-        for (int pass = 0; pass < BENCH_PASS_COUNT && config->explain; pass++)
-            point->explanations[pass] = streaming_explain(&entry->streaming, (bench_pass)pass);
         for (int method = 0; method < BENCH_METHOD_COUNT; method++)
             point->methods[method] = result_of(entry, config, (bench_method)method, length);
     }
-    return SKL_OK;
 }
 
 /* ---- Entry points ------------------------------------------------------------------------------------------- */
@@ -261,10 +248,8 @@ skl_status bench_measure(bench_report *report, const blas *library, int64_t leng
     if (status == SKL_OK)
         status = sampler_run(session->sampled, session->sampled_count, config->rounds, progress);
     const double waited = machine_waiting_seconds() - waiting_begin;
-    const bool waits_count = config->engine.device == SKL_CPU; /* events on a GPU do not include them */
-    const double waiting_share = waits_count ? waited / (clock_seconds() - begin) : 0;
     if (status == SKL_OK)
-        status = append_points(report, session, length, dim, waiting_share);
+        append_points(report, session, length, dim, waited / (clock_seconds() - begin));
     close_session(session);
     return status;
 }

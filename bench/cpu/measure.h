@@ -12,7 +12,7 @@ skl_status bench_check(const bench_config *config);
 skl_status bench_measure_sgemm(const bench_config *config, const blas *library, double *flops, skl_progress progress);
 
 /* Appends one point per thread count. All methods, including sgemm, are sampled in the same rounds on the same
- * inputs. `library` is NULL without a BLAS and for a GPU: then only streaming is timed. The baseline is skipped if
+ * inputs. `library` is NULL without a BLAS: then only streaming is timed. The baseline is skipped if
  * its matrices are larger than config.max_memory. */
 skl_status bench_measure(bench_report *report, const blas *library, int64_t length, int64_t dim,
                          skl_progress progress);

@@ -16,15 +16,11 @@ typedef struct bench_list {
 
 typedef struct bench_config {
     bench_list lengths, dims, threads;
-    int64_t heads; /* of both models; with an indexer, of the teacher, whose heads all belong to one student head */
-    int64_t index_heads; /* not 0: the student is an indexer with this number of heads */
-    int64_t key_heads;   /* of an indexer's teacher; 0: as many as heads */
-    int64_t top_k;       /* of an indexer: indices per row; 0: dense */
+    int64_t heads; /* of both models */
     skl_dtype dtype;
     int32_t grad_f32, causal;
-    skl_options engine; /* device and kernel; `threads` above replaces its threads */
+    skl_options engine; /* its kernel; `threads` above replaces its threads */
     int32_t no_baseline;
-    int32_t explain; /* keep the explanations of streaming */
     int32_t rounds;
     int64_t max_memory; /* bytes of matrices beyond which the baseline is skipped */
 } bench_config;
@@ -37,25 +33,21 @@ const char *bench_method_name(bench_method method);
 const char *bench_pass_name(bench_pass pass);
 const char *bench_type_name(skl_dtype type);
 
-skl_op bench_pass_op(bench_pass pass); /* of streaming */
-
 /* Only streaming has a one-pass mode. */
 int bench_pass_count(bench_method method);
 
 typedef struct bench_method_result {
     bool ran;           /* false: not asked for, no BLAS, or more memory than allowed */
-    size_t memory_size; /* peak, without inputs and outputs; known even if it did not run, except for indexers */
+    size_t memory_size; /* peak, without inputs and outputs; known even if it did not run */
     timing passes[BENCH_PASS_COUNT];
 } bench_method_result;
 
 /* One length, head size and thread count. */
 typedef struct bench_point {
     int64_t length, dim;
-    int threads; /* 0 on a GPU */
+    int threads;
     char kernel[48];
-    double sgemm_flops;                   /* per second, sampled with the methods; 0: no BLAS */
-    char *explanations[BENCH_PASS_COUNT]; /* of streaming; NULL unless config.explain */
-    device_properties gpu;                /* while the tensors are allocated; empty on the CPU */
+    double sgemm_flops; /* per second, sampled with the methods; 0: no BLAS */
     bench_method_result methods[BENCH_METHOD_COUNT];
 
     double waiting_share; /* fraction of the time in which this process waited for a core */
@@ -67,14 +59,11 @@ typedef struct bench_point {
 
 typedef struct bench_report {
     bench_config config;
-    char machine[96], date[16]; /* the CPU or the GPU */
-    int cores;                  /* or SMs */
+    char machine[96], date[16];
+    int cores;
     int point_count;
     bench_point points[BENCH_LIST_MAX * BENCH_LIST_MAX * BENCH_LIST_MAX];
 } bench_report;
-
-/* Frees the report, which is on the heap; may be NULL. */
-void bench_report_free(bench_report *report);
 
 /* The problem that is timed. */
 skl_problem bench_problem(const bench_config *config, int64_t length, int64_t dim);
@@ -84,8 +73,7 @@ skl_problem bench_problem(const bench_config *config, int64_t length, int64_t di
 double bench_executed_flops(const bench_config *config, const bench_point *point, bench_method method,
                             bench_pass pass);
 
-/* FLOP/s that the task needs without stored matrices: 4 d per visible pair forward, 8 d backward. With an indexer: 2
- * d per teacher head and index head forward, and 4 d more per index head backward. */
+/* FLOP/s that the task needs without stored matrices: 4 d per visible pair forward, 8 d backward. */
 double bench_useful_flops(const bench_config *config, const bench_point *point, bench_pass pass);
 
 /* Visible (query, key) pairs of all student heads. */

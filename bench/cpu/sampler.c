@@ -18,16 +18,12 @@ static void wait_for_idle_threads(void)
 static skl_status run_once(sampled_method *method, bool record)
 {
     for (int pass = 0; pass < method->pass_count; pass++) {
-        double seconds = 0;
-        skl_status status = device_timer_start(&method->timer);
-        if (status == SKL_OK)
-            status = method->run(method->context, pass);
-        if (status == SKL_OK)
-            status = device_timer_stop(&method->timer, &seconds);
+        const double begin = clock_seconds();
+        const skl_status status = method->run(method->context, pass);
         if (status != SKL_OK)
             return status;
         if (record)
-            method->seconds[pass][method->sample_count] = seconds;
+            method->seconds[pass][method->sample_count] = clock_seconds() - begin;
     }
     if (record)
         method->sample_count++;

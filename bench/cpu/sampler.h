@@ -2,7 +2,7 @@
 #ifndef STREAMKL_BENCH_CPU_SAMPLER_H
 #define STREAMKL_BENCH_CPU_SAMPLER_H
 
-#include "device/device.h"
+#include "streamkl.h"
 
 enum { SAMPLER_PASSES_MAX = 3, SAMPLER_SAMPLES_MAX = 512 };
 
@@ -11,7 +11,6 @@ typedef skl_status sampler_call(void *context, int pass);
 
 /* The passes of a method run in order, each timed separately: a backward follows its forward. */
 typedef struct sampled_method {
-    device_timer timer; /* zero-initialised for the CPU */
     sampler_call *run;
     void *context;
     int pass_count;

@@ -98,20 +98,6 @@ static void fill(const bench_tensors *tensors, void *tensor, float *tensor_f32, 
     }
 }
 
-/* Distinct visible keys: one from each of top_k equal ranges. Rows with fewer visible keys get them all. */
-static void fill_indices(int32_t *indices, const skl_problem *problem, uint64_t *state)
-{
-    const uint64_t top_k = (uint64_t)problem->top_k;
-    for (int64_t i = 0; i < problem->len_q; i++) {
-        const uint64_t visible = (uint64_t)(problem->causal ? i + 1 : problem->len_k);
-        for (uint64_t n = 0; n < top_k; n++) {
-            const uint64_t begin = n * visible / top_k, end = (n + 1) * visible / top_k;
-            const bool all = visible <= top_k;
-            *indices++ = all && n >= visible ? -1 : (int32_t)(all ? n : begin + random_bits(state) % (end - begin));
-        }
-    }
-}
-
 /* ---- Memory ------------------------------------------------------------------------------------------------- */
 
 /* Zeroed, so that no page fault happens during a measurement. */
@@ -148,65 +134,35 @@ static bool allocate_gradient(const bench_tensors *tensors, void **streaming, fl
     return *streaming && allocate_floats(baseline, count);
 }
 
-/* Weights, their gradient and the indices. */
-static bool allocate_indexer(bench_tensors *tensors, const skl_problem *problem)
-{
-    if (problem->student != SKL_STUDENT_INDEXER)
-        return true;
-    const int64_t weights = tensors->row_count * problem->index_heads;
-    if (!allocate_floats(&tensors->w_s, weights) || !allocate_floats(&tensors->dw_s, weights))
-        return false;
-    if (problem->top_k > 0)
-        tensors->indices = allocate(tensors->row_count * problem->top_k, sizeof *tensors->indices);
-    return tensors->indices != NULL || problem->top_k == 0;
-}
-
-static void fill_indexer(const bench_tensors *tensors, const skl_problem *problem, uint64_t *state)
-{
-    for (int64_t i = 0; i < tensors->row_count * problem->index_heads; i++)
-        tensors->w_s[i] = random_value(state);
-    if (tensors->indices)
-        fill_indices(tensors->indices, problem, state);
-}
-
 bool bench_tensors_create(bench_tensors *tensors, const skl_problem *problem)
 {
-    const bool indexer = problem->student == SKL_STUDENT_INDEXER;
-    const int64_t rows = problem->len_q * problem->dim_s;
-    const int64_t key_heads_t = problem->key_heads_t ? problem->key_heads_t : problem->heads_t;
     *tensors = (bench_tensors){
         .row_count = problem->heads_s * problem->len_q,
-        .query_count = problem->heads_s * (indexer ? problem->index_heads : 1) * rows,
-        .key_count = problem->heads_s * rows,
-        .teacher_count = problem->heads_t * rows,
-        .teacher_k_count = key_heads_t * rows,
+        .element_count = problem->heads_s * problem->len_q * problem->dim_s,
         .type = problem->dtype_s,
         .gradient_type = problem->grad_f32 ? SKL_F32 : problem->dtype_s,
     };
-    const int64_t row_count = tensors->row_count;
-    const bool complete = allocate_input(tensors, &tensors->q_t, &tensors->q_t_f32, tensors->teacher_count) &&
-                          allocate_input(tensors, &tensors->k_t, &tensors->k_t_f32, tensors->teacher_k_count) &&
-                          allocate_input(tensors, &tensors->q_s, &tensors->q_s_f32, tensors->query_count) &&
-                          allocate_input(tensors, &tensors->k_s, &tensors->k_s_f32, tensors->key_count) &&
+    const int64_t row_count = tensors->row_count, count = tensors->element_count;
+    const bool complete = allocate_input(tensors, &tensors->q_t, &tensors->q_t_f32, count) &&
+                          allocate_input(tensors, &tensors->k_t, &tensors->k_t_f32, count) &&
+                          allocate_input(tensors, &tensors->q_s, &tensors->q_s_f32, count) &&
+                          allocate_input(tensors, &tensors->k_s, &tensors->k_s_f32, count) &&
                           allocate_floats(&tensors->grad_kl, row_count) && allocate_floats(&tensors->kl, row_count) &&
-                          allocate_floats(&tensors->lse_t, problem->heads_t * problem->len_q) &&
+                          allocate_floats(&tensors->lse_t, row_count) &&
                           allocate_floats(&tensors->lse_s, row_count) &&
                           allocate_floats(&tensors->baseline_kl, row_count) &&
-                          allocate_gradient(tensors, &tensors->dq_s, &tensors->baseline_dq_s, tensors->query_count) &&
-                          allocate_gradient(tensors, &tensors->dk_s, &tensors->baseline_dk_s, tensors->key_count) &&
-                          allocate_indexer(tensors, problem);
+                          allocate_gradient(tensors, &tensors->dq_s, &tensors->baseline_dq_s, count) &&
+                          allocate_gradient(tensors, &tensors->dk_s, &tensors->baseline_dk_s, count);
     if (!complete) {
         bench_tensors_destroy(tensors);
         return false;
     }
     /* Logits with a standard deviation of 2: attention that is neither uniform nor one-hot. */
     uint64_t state = 1;
-    fill(tensors, tensors->q_t, tensors->q_t_f32, tensors->teacher_count, 2, &state);
-    fill(tensors, tensors->k_t, tensors->k_t_f32, tensors->teacher_k_count, 1, &state);
-    fill(tensors, tensors->q_s, tensors->q_s_f32, tensors->query_count, 2, &state);
-    fill(tensors, tensors->k_s, tensors->k_s_f32, tensors->key_count, 1, &state);
-    if (indexer)
-        fill_indexer(tensors, problem, &state);
+    fill(tensors, tensors->q_t, tensors->q_t_f32, count, 2, &state);
+    fill(tensors, tensors->k_t, tensors->k_t_f32, count, 1, &state);
+    fill(tensors, tensors->q_s, tensors->q_s_f32, count, 2, &state);
+    fill(tensors, tensors->k_s, tensors->k_s_f32, count, 1, &state);
     for (int64_t i = 0; i < row_count; i++)
         tensors->grad_kl[i] = 1;
     return true;
@@ -220,10 +176,10 @@ void bench_tensors_destroy(bench_tensors *tensors)
         free(tensors->q_s_f32);
         free(tensors->k_s_f32);
     }
-    void *const owned[] = {tensors->q_t,           tensors->k_t,  tensors->q_s,         tensors->k_s,
-                           tensors->grad_kl,       tensors->kl,   tensors->lse_t,       tensors->lse_s,
-                           tensors->dq_s,          tensors->dk_s, tensors->baseline_kl, tensors->baseline_dq_s,
-                           tensors->baseline_dk_s, tensors->w_s,  tensors->dw_s,        tensors->indices};
+    void *const owned[] = {tensors->q_t,          tensors->k_t,  tensors->q_s,         tensors->k_s,
+                           tensors->grad_kl,      tensors->kl,   tensors->lse_t,       tensors->lse_s,
+                           tensors->dq_s,         tensors->dk_s, tensors->baseline_kl, tensors->baseline_dq_s,
+                           tensors->baseline_dk_s};
     for (size_t i = 0; i < sizeof owned / sizeof owned[0]; i++)
         free(owned[i]);
     *tensors = (bench_tensors){0};
@@ -259,6 +215,6 @@ static double gradient_difference(const bench_tensors *tensors, const void *stre
 
 double bench_tensors_gradient_difference(const bench_tensors *tensors)
 {
-    return larger(gradient_difference(tensors, tensors->dq_s, tensors->baseline_dq_s, tensors->query_count),
-                  gradient_difference(tensors, tensors->dk_s, tensors->baseline_dk_s, tensors->key_count));
+    return larger(gradient_difference(tensors, tensors->dq_s, tensors->baseline_dq_s, tensors->element_count),
+                  gradient_difference(tensors, tensors->dk_s, tensors->baseline_dk_s, tensors->element_count));
 }

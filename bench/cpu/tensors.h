@@ -8,18 +8,14 @@
 
 /* All tensors are contiguous [heads, length, dim] or [heads, length]. */
 typedef struct bench_tensors {
-    int64_t row_count;                      /* student heads * length */
-    int64_t query_count, key_count;         /* elements of q_s and k_s */
-    int64_t teacher_count, teacher_k_count; /* of q_t and k_t */
+    int64_t row_count;     /* heads * length */
+    int64_t element_count; /* of each of q_t, k_t, q_s and k_s */
     skl_dtype type, gradient_type;
     void *q_t, *k_t, *q_s, *k_s;
     float *q_t_f32, *k_t_f32, *q_s_f32, *k_s_f32; /* the same values for the baseline, which is f32 */
-    float *w_s;                                   /* of an indexer */
-    int32_t *indices;                             /* of an indexer; NULL: dense */
     float *grad_kl;
     float *kl, *lse_t, *lse_s; /* results of streaming */
     void *dq_s, *dk_s;
-    float *dw_s;
     float *baseline_kl, *baseline_dq_s, *baseline_dk_s;
 } bench_tensors;
 

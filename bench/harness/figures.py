@@ -41,7 +41,6 @@ def bar_chart(path, title, note, names, shares):
         figure.subplots_adjust(left=0.31, right=0.97, top=1 - 0.82 / height, bottom=0.35 / height)
         for offset, colour, (label, bars) in zip((-0.19, 0.19), BAR_COLOURS, shares.items()):
             axes.barh([index + offset for index in range(len(names))], bars, 0.36, color=colour, label=label)
-        axes.axvline(1.0, color=TEXT, linewidth=1, linestyle="--")
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.grid(False, axis="y")

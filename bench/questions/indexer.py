@@ -66,6 +66,9 @@ class IndexerCase:
     top_k: int  # 0: all keys that the mask leaves, not sparse
     causal: bool
 
+    problem = {}  # fields of the problem besides shapes and masks
+    pooling = reference.Pooling()
+
     def __str__(self):
         return self.name
 
@@ -167,7 +170,7 @@ class IndexerCalls(Calls):
             device, dtype_t=bf16, dtype_s=bf16, dtype_w=f32, gradients=DQ_S | DK_S | DW_S,
             causal=case.causal, batch=1, len_q=case.length, len_k=case.length, heads_t=case.heads, heads_s=1,
             key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=INDEXER,
-            index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0,
+            index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0, **case.problem,
         )  # fmt: skip
         self.tensors = tensors  # kept: the structs hold only addresses
 
@@ -339,7 +342,7 @@ class ExactRows:
         visible = (
             keys <= rows[:, None] if case.causal else torch.ones_like(keys, dtype=torch.bool).expand(len(rows), -1)
         )
-        options = (None, None, 0.0, True, False)  # scales, softcap, relu, reverse
+        options = (None, None, 0.0, True, False, case.pooling)  # scales, softcap, relu, reverse
         exact = reference.sequence_indexer_kl(q_t, k_t, *trained, indices, None, visible, *options)
         dq, dk, dw = torch.autograd.grad(exact.kl.sum(), trained)
         self.exact = {"kl": exact.kl.detach()[0], "dq": dq, "dw": dw} | ({"dk": dk} if is_whole else {})

@@ -3,8 +3,7 @@
     bench/run.py overhead
     bench/run.py overhead --device cpu    # on tensors of size 1
 
-On a GPU, calls are submitted without waiting for their kernels, on small tensors; then the time of a loss and its gradients
-is compared with that of the C calls alone.
+On a GPU, calls are submitted without waiting for their kernels, on small tensors.
 """
 
 import statistics
@@ -17,20 +16,18 @@ import torch
 
 import streamkl
 from harness.attention import Shape, prepared_calls
-from harness.library import BACKWARD, FORWARD, ONE_PASS, RUN, lib
+from harness.library import FORWARD, RUN, lib
 from harness.report import rounded
 from harness.run import Result
-from peers.attention import leaves_of
 
-COLUMNS = "date gpu torch commit case call us ms of_c_calls note".split()
-SHOWN = "call us ms of_c_calls".split()
+COLUMNS = "date gpu torch commit case call us note".split()
+SHOWN = "call us".split()
 IMPORT = "import torch, time; begin = time.perf_counter(); import streamkl; print(time.perf_counter() - begin)"
 
 
 @dataclass(frozen=True)
 class Case:
     name: str
-    length: int = 0  # 0: host time
 
     def __str__(self):
         return self.name
@@ -41,8 +38,7 @@ def add_options(parser):
 
 
 def cases(given):
-    of_gpu = [Case(f"loss and gradients, N={length}", length) for length in (8192, 16384)]
-    return [Case("host time"), *(of_gpu if given.device == "cuda" else [])]
+    return [Case("host time")]
 
 
 def columns_of(case):
@@ -119,41 +115,14 @@ def import_seconds():
     return float(asked.stdout)
 
 
-# ---- Time on the GPU -----------------------------------------------------------------------------------------------
-
-
-def gpu_calls(device, length, heads=16, dim=128):
-    """{name: call}: attention_kl with its gradients, and the C calls alone, on the same tensors."""
-    calls = prepared_calls(shape_of((1, heads, length, dim), "bf16"), device)
-    q_t, k_t, *student = calls.tensors.values()
-    leaves, lses = leaves_of(*student), {name: calls.rows[name] for name in ("lse_t", "lse_s")}
-
-    def two_passes():
-        calls.run(FORWARD)
-        calls.run(BACKWARD)
-
-    def loss(**given):
-        for leaf in leaves:
-            leaf.grad = None
-        streamkl.attention_kl(q_t, k_t, *leaves, causal=True, layout="bhnd", **given).backward()
-
-    return {
-        "two passes": two_passes, "two passes, attention_kl": loss,
-        "one pass": lambda: calls.run(ONE_PASS), "one pass, attention_kl": lambda: loss(**lses),
-    }  # fmt: skip
+# ---- Measuring -----------------------------------------------------------------------------------------------------
 
 
 def measure(case, run):
-    if case.length:
-        timings = run.time(gpu_calls(run.device, case.length))
-        ms = {name: timing.median for name, timing in timings.items()}
-        alone = {name: ms[name.split(",")[0]] for name in ms}
-        figures = {name: {"ms": f"{ms[name]:.4f}", "of_c_calls": f"{ms[name] / alone[name]:.2f}"} for name in ms}
-    else:
-        on_gpu = run.device.type == "cuda"
-        if not on_gpu:
-            torch.set_num_threads(1)
-        calls = host_calls(run.device, *(((1, 16, 256, 64), "bf16") if on_gpu else ((1, 1, 1, 1), "f32")))
-        figures = {name: {"us": rounded(host_microseconds(call, run.device), ".1f")} for name, call in calls.items()}
-        figures["import streamkl, after import torch"] = {"us": rounded(import_seconds() * 1e6, ".0f")}
-    return Result([columns_of(case) | {"call": name, **figure} for name, figure in figures.items()])
+    on_gpu = run.device.type == "cuda"
+    if not on_gpu:
+        torch.set_num_threads(1)
+    calls = host_calls(run.device, *(((1, 16, 256, 64), "bf16") if on_gpu else ((1, 1, 1, 1), "f32")))
+    us = {name: rounded(host_microseconds(call, run.device), ".1f") for name, call in calls.items()}
+    us["import streamkl, after import torch"] = rounded(import_seconds() * 1e6, ".0f")
+    return Result([columns_of(case) | {"call": name, "us": figure} for name, figure in us.items()])

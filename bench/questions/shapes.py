@@ -22,6 +22,7 @@ all heads are compared with float64 there. `kernel` has the kernels that skl_pla
 """
 
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -50,6 +51,7 @@ COMPARED = {
     "cudnn": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: BACKWARD, STEP: STEP},
     "eager": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, ONE_PASS: STEP, STEP: STEP},
 }
+PEAKS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}  # TFLOP/s of dense bf16 products at the boost clock
 CHECKED_STD = 4.0  # of the logits: large enough that a softcap which is left out shows
 
 
@@ -264,9 +266,11 @@ def newest(rows):
     return dict(sorted(found.items(), key=lambda item: item[0] != BASE.name))
 
 
-def rate_of_base(row):
-    """Useful TFLOP/s divided by those of the base shape in the same run."""
-    return float(row["tflops"]) / (BASE.flops(row["pass"]) / float(row["base_ms"]) * 1e-9)
+def share_of_peak(row):
+    """Useful TFLOP/s divided by the data sheet's rate of dense 16-bit products."""
+    if row["gpu"] not in PEAKS:
+        raise ValueError(f"no peak of {row['gpu']} is known; add it to PEAKS in {Path(__file__).name}")
+    return float(row["tflops"]) / PEAKS[row["gpu"]]
 
 
 def draw(rows, given):
@@ -275,11 +279,9 @@ def draw(rows, given):
     shapes = newest(rows)
     gpu = next(iter(next(iter(shapes.values())).values()))["gpu"]
     shares = {
-        name: [
-            rate_of_base(passes[name]) if passes.get(name, {}).get("base_ms") else 0.0 for passes in shapes.values()
-        ]
+        name: [share_of_peak(passes[name]) if name in passes else 0.0 for passes in shapes.values()]
         for name in (FORWARD, ONE_PASS)
     }
-    title = "Useful TFLOP/s, as a share of the base shape's (longer is faster)"
+    title = "Useful TFLOP/s, as a share of the tensor cores' 16-bit peak (longer is faster)"
     note = f"{gpu}, 32/8 heads of 128, N = 8,192, causal, bf16 unless named; one pass: loss and gradients"
     return [bar_chart(given.plot, title, note, list(shapes), shares)]

@@ -242,12 +242,16 @@ def hugging_face_steps(setup, device):
         student.zero_grad()
         return loss.detach()
 
+    distillers = {fused: AttentionDistiller(teacher, student, fused=fused) for fused in (False, True)}
+
     def with_distiller(fused):
-        with AttentionDistiller(teacher, student, fused=fused) as distiller:
-            loss = student(**batch).loss + distiller.loss()  # runs the teacher
+        with distillers[fused] as distiller:
+            with torch.no_grad():  # before the student, so that one forward computes its attention and the KL
+                teacher(input_ids=tokens, use_cache=False, logits_to_keep=1)
+            loss = student(**batch).loss + distiller.loss()
             loss.backward()
         student.zero_grad()
-        return loss.detach() + (distiller.last_loss if fused else 0)
+        return loss.detach()
 
     return {
         NO_LOSS: without_loss, DISTILLER: lambda: with_distiller(False), FUSED_DISTILLER: lambda: with_distiller(True)

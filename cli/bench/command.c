@@ -15,16 +15,12 @@
 static const char doc[] =
     "Compare streaming with a baseline that materializes the N x N matrices (BLAS sgemm and a vectorised "
     "softmax): forward, backward (student gradients), and both in one pass. All methods are sampled in the same "
-    "rounds on the same inputs. On a GPU only streaming is timed, with events in its stream."
+    "rounds on the same inputs, on this CPU. bench/run.py of the sources measures GPUs and indexers."
     "\vThe baseline runs in two variants: \"framework\" allocates a new buffer for every result and frees it "
     "after its last use, like autograd; \"in place\" reuses its buffers, the minimum for materializing.\n"
     "\n"
-    "With --index-heads the student is an indexer, which learns the mean of all teacher heads. Then only "
-    "streaming is timed. A forward also computes the teacher's LSEs, which are not counted.\n"
-    "\n"
     "GFLOP/s counts the matmuls that a pass executes, \"useful\" those that the task needs: 4 d FLOP per visible "
-    "pair forward, 8 d backward. For GPU kernels only the latter is known. \"speed-up\" is the time of a method "
-    "divided by that of streaming.\n"
+    "pair forward, 8 d backward. \"speed-up\" is the time of a method divided by that of streaming.\n"
     "\n"
     "Examples:\n"
     "  streamkl bench                                  four lengths, two sizes\n"
@@ -32,8 +28,6 @@ static const char doc[] =
     "  streamkl bench --threads 1,2                    speed-up of a second thread\n"
     "  streamkl bench --dtype bf16 --causal --heads 8\n"
     "  streamkl bench --lengths 16384,65536 --max-memory 4G\n"
-    "  streamkl bench --device cuda --dtype bf16 --heads 16 --lengths 8192\n"
-    "  streamkl bench --heads 64 --index-heads 32 --top-k 2048 --device cuda\n"
     "  streamkl bench --csv bench.csv";
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
@@ -102,10 +96,6 @@ static const cli_option problem[] = {
     {"lengths", "LIST", parse_list, CONFIG(lengths), "Context lengths N; default 1024,2048,4096,8192"},
     {"dims", "LIST", parse_list, CONFIG(dims), "Head sizes d; default 64,128"},
     {"heads", "N", parse_count, CONFIG(heads), "Heads; default 1"},
-    {"index-heads", "N", parse_count, CONFIG(index_heads), "The student is an indexer with N heads"},
-    {"key-heads", "N", parse_count, CONFIG(key_heads),
-     "Key heads of an indexer's teacher; default the number of heads"},
-    {"top-k", "N", parse_count, CONFIG(top_k), "Sparse indexer with N indices per row; default dense"},
     {"dtype", "f32|f16|bf16", parse_dtype, CONFIG(dtype),
      "Type of the inputs; default f32. The baseline is always f32"},
     {"grad-f32", NULL, parse_flag, CONFIG(grad_f32), "Gradients in f32 instead of the type of the inputs"},
@@ -114,7 +104,6 @@ static const cli_option problem[] = {
 };
 
 static const cli_option measurement[] = {
-    {"device", "cpu|cuda[:N]", parse_device, CONFIG(engine), "Where to compute; default cpu"},
     {"threads", "LIST", parse_list, CONFIG(threads), "CPU threads of all methods; default 1"},
     {"kernel", "NAME", parse_string, CONFIG(engine.kernel),
      "A kernel that streamkl info lists; default STREAMKL_KERNEL, else the best"},
@@ -126,7 +115,6 @@ static const cli_option measurement[] = {
 };
 
 static const cli_option result[] = {
-    {"explain", NULL, parse_flag, CONFIG(explain), "Show the kernels of streaming, and the reason for each choice"},
     {"csv", "FILE", parse_string, offsetof(bench_request, csv_path), "Write every measurement as CSV"},
     {0},
 };
@@ -147,11 +135,6 @@ static void parse_command_line(bench_request *request, int argc, char **argv)
         .engine = skl_options_default(),
     };
     options_parse(&command, argc, argv, request);
-    bench_config *const config = &request->config;
-    if (!config->index_heads && (config->key_heads || config->top_k))
-        cli_fail(CLI_BAD_INPUT, "--%s: --index-heads must be given too", config->key_heads ? "key-heads" : "top-k");
-    if (config->engine.device != SKL_CPU)
-        config->threads = (bench_list){1, {1}}; /* a GPU has no thread count */
     if (request->csv_path)
         file_outputs_check(&(output_file){"--csv", request->csv_path}, 1, NULL, 0);
 }
@@ -161,7 +144,7 @@ static void parse_command_line(bench_request *request, int argc, char **argv)
 static void check_measured(skl_status status)
 {
     term_progress_end();
-    if (status == SKL_ERROR_MEMORY && !device_error()[0])
+    if (status == SKL_ERROR_MEMORY)
         cli_fail(CLI_NO_MEMORY, "out of memory: try a smaller --max-memory or --no-baseline");
     cli_check(status);
 }
@@ -189,21 +172,12 @@ static void measure_all(bench_report *report, const blas *library)
 }
 
 /* Checks the configuration, and notes machine and date. */
-static void open_device(bench_report *report)
+static void begin_report(bench_report *report)
 {
-    const skl_options *const engine = &report->config.engine;
-    plan_check(bench_check(&report->config), engine);
+    plan_check(bench_check(&report->config), &report->config.engine);
     machine_date(report->date, sizeof report->date);
-    if (engine->device == SKL_CPU) {
-        report->cores = machine_cores();
-        machine_cpu_model(report->machine, sizeof report->machine);
-        return;
-    }
-    device_properties gpu;
-    cli_check(device_open(engine->device, engine->device_index));
-    cli_check(device_describe(engine->device, &gpu));
-    report->cores = gpu.sm_count;
-    snprintf(report->machine, sizeof report->machine, "%s", gpu.name);
+    machine_cpu_model(report->machine, sizeof report->machine);
+    report->cores = machine_cores();
 }
 
 int cmd_bench(int argc, char **argv)
@@ -212,9 +186,8 @@ int cmd_bench(int argc, char **argv)
     parse_command_line(&request, argc, argv);
     bench_report *const report = cli_allocate_zeros(1, sizeof *report, "the report");
     report->config = request.config;
-    open_device(report);
-    const bool compared = request.config.engine.device == SKL_CPU && request.config.index_heads == 0;
-    blas *const library = compared ? blas_open() : NULL;
+    begin_report(report);
+    blas *const library = blas_open();
     measure_all(report, library);
     if (request.csv_path) {
         FILE *const file = file_write_begin();
@@ -223,6 +196,6 @@ int cmd_bench(int argc, char **argv)
         file_write_commit();
     }
     blas_close(library);
-    bench_report_free(report);
+    free(report);
     return CLI_OK;
 }

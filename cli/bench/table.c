@@ -1,6 +1,5 @@
 #include "cli/bench/table.h"
 #include "cli/common/cli.h"
-#include "cli/common/explain.h"
 #include "cli/term/term.h"
 
 #include <inttypes.h>
@@ -10,22 +9,12 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
 {
     const bench_config *const config = &report->config;
     const term_style style = term_style_for(stdout);
-    const bool on_gpu = config->engine.device != SKL_CPU;
-    printf("%sstreamkl %s%s on %s, %d %s%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
-           report->cores, on_gpu ? "SM" : "core", cli_plural(report->cores), report->date);
+    printf("%sstreamkl %s%s on %s, %d core%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
+           report->cores, cli_plural(report->cores), report->date);
     printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of at least %d sample%s per method\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
            cli_plural(config->heads), config->causal ? "causal" : "no mask", config->rounds,
            cli_plural(config->rounds));
-    if (config->index_heads > 0) {
-        printf("The student is an indexer with %" PRId64 " head%s", config->index_heads,
-               cli_plural(config->index_heads));
-        if (config->top_k > 0)
-            printf(", sparse with top-k %" PRId64, config->top_k);
-        printf("; only streaming is timed.\n");
-    }
-    if (on_gpu || config->index_heads > 0)
-        return;
     if (blas_description == NULL) {
         printf("No BLAS on this machine (apt install libopenblas0): only streaming is timed.\n");
         return;
@@ -146,26 +135,14 @@ static void print_waiting(const bench_point *point)
            100 * point->waiting_share, style.plain);
 }
 
-static void print_explanations(const bench_point *point)
-{
-    for (int pass = 0; pass < BENCH_PASS_COUNT; pass++)
-        if (point->explanations[pass])
-            explain_print(stdout, bench_pass_op((bench_pass)pass), point->explanations[pass]);
-}
-
 void bench_table_points(const bench_report *report, int first)
 {
     const bench_config *const config = &report->config;
     const term_style style = term_style_for(stdout);
     for (int i = first; i < report->point_count; i++) {
         const bench_point *const point = &report->points[i];
-        printf("\n%sN = %" PRId64 ", d = %" PRId64, style.bold, point->length, point->dim);
-        if (point->threads > 0)
-            printf(", %d thread%s", point->threads, cli_plural(point->threads));
-        printf("%s, kernel %s", style.plain, point->kernel);
-        if (point->gpu.memory_total > 0)
-            printf(", %s of the GPU's %s in use", cli_bytes_text((double)point->gpu.memory_used).text,
-                   cli_bytes_text((double)point->gpu.memory_total).text);
+        printf("\n%sN = %" PRId64 ", d = %" PRId64 ", %d thread%s%s, kernel %s", style.bold, point->length,
+               point->dim, point->threads, cli_plural(point->threads), style.plain, point->kernel);
         if (point->sgemm_flops > 0)
             printf(", sgemm %.1f GFLOP/s", point->sgemm_flops * 1e-9);
         printf("\n%s  %-10s %-9s %10s %10s %9s %9s %8s %10s %9s%s\n", style.dim, "method", "pass", "median",
@@ -174,7 +151,6 @@ void bench_table_points(const bench_report *report, int first)
             print_method(config, point, (bench_method)method);
         print_step_speedups(point);
         print_thread_speedup(report, point);
-        print_explanations(point);
     }
     print_agreement(config, &report->points[first]);
     print_waiting(&report->points[first]);

@@ -245,33 +245,6 @@ static json_t *maps_section(const distill_run *run, const distill_views *views)
         blocks);
 }
 
-/* ---- Costs -------------------------------------------------------------------------------------------------- */
-
-static json_t *memory_table(const distill_run *run)
-{
-    static const char *const header[] = {"context", "matrices", "this library", NULL};
-    const skl_inputs inputs = attention_pair_inputs(&run->pair);
-    const double matrices = workload_of(&run->pair.problem, &inputs).materialized_size;
-    json_t *const rows = json_array();
-    for (int64_t factor = 1; factor <= 64; factor *= 4)
-        cli_json_append(rows, json_pack("[Iss]", (json_int_t)(run->pair.problem.len_q * factor),
-                                        cli_bytes_text((double)(factor * factor) * matrices).text,
-                                        cli_bytes_text((double)run->pair.workspace_size).text));
-    return document_table("Memory", header, rows,
-                          json_sprintf("The workspace does not grow with the context. The peak of the whole process, "
-                                       "including data and weights, was %s.",
-                                       cli_bytes_text((double)run->peak).text));
-}
-
-static json_t *costs_section(const distill_run *run)
-{
-    return document_section(
-        "Compared with materializing",
-        "Attention KL is usually computed from whole matrices: P of every teacher head, S and its gradient of every "
-        "student head, in f32. `streamkl bench` compares the times on this machine.",
-        json_pack("[o]", memory_table(run)));
-}
-
 /* ---- Settings ----------------------------------------------------------------------------------------------- */
 
 /* The settings that are counts, by the name of their option. */
@@ -371,7 +344,6 @@ static json_t *document_of(const distill_run *run, const distill_views *views)
     cli_json_append(sections, distances_section(run, views));
     cli_json_append(sections, maps_section(run, views));
     cli_json_append(sections, training_section(run));
-    cli_json_append(sections, costs_section(run));
     cli_json_append(sections, settings_section(run));
     return json_pack("{ss so so so so so}", "title", "Attention distillation", "verdict", verdict(run), "lead",
                      lead(run), "figures", figures(run), "sections", sections, "footer",

@@ -244,7 +244,27 @@ def test_output_in_a_missing_folder(pair, tmp_path):
     target = tmp_path / "absent" / "out"
     assert_refused(run("kl", pair, "--out", target), "--out", "No such file", code=5)
     assert_refused(run("kl", pair, "--out", tmp_path / "out", "--grad", target), "--grad", code=5)
+    assert_refused(run("kl", pair, "--out", target, "--grad", tmp_path / "grad"), "--out", code=5)
     assert list(tmp_path.iterdir()) == [pair]
+
+
+def test_output_with_a_long_path(pair, tmp_path):
+    assert_refused(run("kl", pair, "--out", f"{tmp_path}/{2500 * 'x/'}out"), "--out", "must be shorter than 4096 bytes")
+
+
+def test_outputs_in_two_folders(pair, tmp_path):
+    """Files that a killed process left are removed in both."""
+    other = tmp_path / "other"
+    other.mkdir()
+    left = [folder / ".streamkl-1.tmp" for folder in (tmp_path, other)]
+    os.mkfifo(other / ".streamkl-2.tmp")  # no file of ours
+    for path in left:
+        path.write_text("left")
+        os.utime(path, (0, 0))
+    done = run("kl", pair, "--out", tmp_path / "out", "--grad", other / "grad")
+    assert done.returncode == 0, done.stderr
+    assert not any(path.exists() for path in left)
+    assert sorted(path.name for path in other.iterdir()) == [".streamkl-2.tmp", "grad"]
 
 
 def test_output_that_is_a_folder(pair, tmp_path):

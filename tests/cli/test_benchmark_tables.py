@@ -1,6 +1,7 @@
 """scripts/benchmark-tables: the tables of this tree are current, and the check notices one that is not."""
 
 import csv
+import re
 import shutil
 import subprocess
 import sys
@@ -45,19 +46,44 @@ def test_an_edited_table_is_found_and_rewritten(tree, name):
 
 
 def test_new_rows_replace_old_ones(tree):
-    path = tree / "bench/results/peers.csv"
+    path = tree / "bench/results/stats.csv"
     lines = path.read_text().splitlines(keepends=True)
-    run = [line for line in lines if ",03bb94f," in line and ",192,full," in line]
-    path.write_text("".join(lines + [line.replace(",03bb94f,", ",abcdef0,") for line in run]))
+    path.write_text("".join([lines[0], *(line.replace(",c28a6af8,", ",abcdef0,") for line in lines[1:])]))
     done = run_tables("--check", "--root", tree)
     assert done.returncode == 1 and "abcdef0" in done.stdout
+
+
+def test_a_table_of_several_commits_says_why(tree):
+    """The reason stands below the table, in its marker and in the text."""
+    document, results = tree / "docs/benchmarks.md", empty(tree / "bench/results/stats.csv")
+    document.write_text(re.sub("<!-- table: stats.*? -->", "<!-- table: stats -->", document.read_text()))
+    append_statistics(results, "short")
+    assert run_tables("--root", tree).returncode == run_tables("--check", "--root", tree).returncode == 0
+    append_statistics(results, "long", commit="abcdef1")
+    assert run_tables("--root", tree).returncode == 0
+    done = run_tables("--check", "--root", tree)
+    assert done.returncode == 1 and "docs/benchmarks.md: table stats mixes commits" in done.stderr
+    document.write_text(
+        document.read_text().replace("<!-- table: stats -->", "<!-- table: stats; several commits: a test -->")
+    )
+    assert run_tables("--root", tree).returncode == run_tables("--check", "--root", tree).returncode == 0
+    assert "*Several commits: a test.*" in document.read_text()
+    append_statistics(empty(results), "short")
+    assert run_tables("--root", tree).returncode == 0
+    done = run_tables("--check", "--root", tree)
+    assert done.returncode == 1 and "table stats is of one commit" in done.stderr
+
+
+def append_statistics(path, case, **about):
+    append(path, case=case, method="KL forward", ms=1, **about)
+    append(path, case=case, method="statistics", ms=0.75, extra_bytes=1024, **about)
 
 
 @pytest.mark.parametrize(
     "edit, message",
     [
-        (lambda text: text.replace("<!-- table: peers -->", "<!-- table: beers -->"), "there is no table beers"),
-        (lambda text: text.replace("<!-- table: peers -->", ""), None),
+        (lambda text: text.replace("<!-- table: peers", "<!-- table: beers"), "there is no table beers"),
+        (lambda text: text.replace("<!-- table: peers", "<!-- peers"), None),
     ],
 )
 def test_markers(tree, edit, message):
@@ -81,7 +107,7 @@ def table_of(tree, name):
     text = (
         (tree / "docs/benchmarks.md")
         .read_text()
-        .split(f"<!-- table: {name} -->")[1]
+        .split(f"<!-- table: {name}")[1]
         .split("<!-- end of table -->")[0]
     )
     lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
@@ -142,6 +168,18 @@ def test_calls_fill_their_table(tree):
     append(path, case="causal", method="value", note="failed")
     shown = table_of(tree, "call")
     assert shown["causal"] == ["2.00", "+10 %", "", "", "+80 %"]
+    append(path, case="causal", method="attention", ms=2, added="+0", extra_bytes=2**20)
+    append(path, case="causal", method="value", ms=2.5, added="+25", extra_bytes=2**21)
+    assert table_of(tree, "call")["causal"] == ["2.00", "+10 %", "+25 %", "", "+80 %", "1 MiB / 2 MiB"]
+
+
+def test_host_times_fill_their_table(tree):
+    path = tree / "bench/results/overhead.csv"
+    path.write_text("date,gpu,torch,commit,case,call,us,ms,of_c_calls,note\n")
+    append(path, case="host time", call="forward", us=60)
+    append(path, case="host time", call="forward", us=57.4)
+    append(path, case="loss and gradients, N=8192", call="two passes", ms=1.5)
+    assert table_of(tree, "overhead")["forward"] == ["57"]
 
 
 def test_the_sparse_stage_is_shown_next_to_its_peer(tree):

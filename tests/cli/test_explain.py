@@ -31,11 +31,12 @@ def test_info_explains_three_operations():
 
 
 def test_info_explains_the_shape_that_was_given():
-    """16-bit key gradients cannot be summed in place: many keys need another pass, and f32 gradients avoid it."""
+    """16-bit key gradients cannot be summed in place: they need f32 sums in the workspace."""
     shape = ("--dtype", "bf16", "--context", "16384")
     in_16_bits = info_json(*shape)["explain"]["backward"]
     in_f32 = info_json(*shape, "--grad-f32")["explain"]["backward"]
-    assert len(in_16_bits) > len(in_f32)
+    assert any("key gradients are summed in f32" in line for line in in_16_bits)
+    assert any("f32 key gradients are summed in place" in line for line in in_f32)
     teacher = info_json("--grad-teacher")["explain"]["backward"]
     assert any("dq_t" in line for line in teacher)
     text = run("info", "--explain", "--heads", "8", "--index-heads", "4", "--top-k", "16", "--causal").stdout
@@ -110,11 +111,3 @@ def test_kl_explains_strides_on_the_gpu(tmp_path):
     done = run("kl", path, "--device", "cuda", "--explain", "--json")
     forward = json.loads(done.stdout)["explain"]["forward"][0]
     assert "cuda_" in forward and "bf16" not in forward
-
-
-def test_bench_explains_streaming():
-    sizes = ["--lengths", "64", "--dims", "16", "--repeat", "1", "--no-baseline", "--kernel", PORTABLE]
-    assert "(" not in run("bench", *sizes).stdout.split("speed-up")[1].replace("(apt", "")
-    text = run("bench", *sizes, "--explain").stdout
-    for operation in ("forward", "backward", "one pass"):
-        assert re.search(rf"^  {operation}\n    \S.*{PORTABLE}", text, re.MULTILINE)

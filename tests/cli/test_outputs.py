@@ -79,7 +79,7 @@ def test_leftovers_are_removed_and_block_nothing(pair):
     (pair.parent / ".streamkl-new.tmp").write_text("being written")
     (pair.parent / "streamkl-1.tmp").write_text("not ours")
     backup = ".streamkl-{:x}-0123456789abcdef.old".format  # a link to a file that is being replaced
-    kept = [".streamkl-new.tmp", "streamkl-1.tmp", backup(int(time.time())), backup(2**63 - 1), backup(1) + "er", ".streamkl-1.old"]
+    kept = [".streamkl-new.tmp", "streamkl-1.tmp", backup(int(time.time())), backup(2**63 - 1), backup(1) + "er", ".streamkl-1.old", backup(3)[:-4]]
     for name in [backup(1), backup(int(time.time()) - 7200), *kept[2:]]:
         os.link(pair, pair.parent / name)
     kept.append(backup(2))

@@ -98,6 +98,13 @@ def test_no_figures(tree):
     assert refused(tree, "figures must be of one commit")
 
 
+def test_figures_of_one_commit_name_it_in_the_caption(tree):
+    caption = "<!-- table: readme; x -->\n| problem |\n| --- |\n| a |\n\n*GPU; today,\ncommit {}. bf16.*\n<!-- end of table -->\n"
+    tree.write("README.md", caption.format(tree.git("rev-parse", "--short=7", "HEAD~1")))
+    tree.commit()
+    assert tree.check() == (0, "version 1.2.3 is ready\n")
+
+
 def test_a_changelog_without_the_version(tree):
     tree.write("CHANGELOG.md", CHANGELOG.replace("1.2.3", "1.2.2"))
     tree.commit()
