@@ -215,6 +215,8 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
     carries = supports(plan, lib.ATTENTION_BACKWARD)
     with_value = term.with_value
     needs_rows = with_value or term.lse_t is None
+    kl: torch.Tensor | None = None
+    lse: torch.Tensor | None
     if carries and needs_rows and supports(plan, lib.ATTENTION_FORWARD):
         kl, lse_t, lse_s, output = Operators.attention_forward(
             term.q_t, term.k_t, *map(term.packed, (q, k, v)), lib.KL | BOTH_LSES, *term.lengths, *term.options
@@ -223,7 +225,8 @@ def _forward(slot: Slot, term: Term, compute, q, k, v) -> _Forward:
         output, lse, kl = (term.unpacked(each, q.shape[0]) for each in (output, lse_s, kl))
     elif carries:
         output, lse = compute(q, k, v)
-        kl = term.measure(q, k) if with_value else None
+        if with_value:
+            kl = term.measure(q, k)
     else:
         graph = Graph(compute, term, q, k, v)
         lse = None if graph.lse is None else graph.lse.detach()

@@ -1,6 +1,7 @@
 """bench/study/run.py: arms that share a teacher learn what they learn alone; how many arms and steps fit into a time."""
 
 import csv
+import importlib.util
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,8 +10,16 @@ import pytest
 from accelerate.state import AcceleratorState
 from distill_cases import CONTEXT, make_teacher
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench/study"))
-import run as study  # noqa: E402
+
+def _load(path):
+    """A module by its path: bench/run.py has the same name."""
+    spec = importlib.util.spec_from_file_location("study_run", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+study = _load(Path(__file__).parents[2] / "bench/study/run.py")
 
 ARMS = """
 [options]
