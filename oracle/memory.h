@@ -20,8 +20,8 @@ struct model {
     real *q, *k, *dq, *dk;
     real *dq_rounding, *dk_rounding, *dq_terms, *dk_terms;
     real *w, *dw, *dw_rounding, *dw_terms;      /* indexer: [batch, heads, length, index_heads] */
-    real *dq_factors, *dk_factors, *dw_factors; /* change of an element if all gradients of logits change by 1 */
-    real *largest; /* [2]: the largest gradient of a logit, or upstream gradient; the same times its weight */
+    real *dq_factors, *dk_factors, *dw_factors; /* change of an element per gradient of a scaled product */
+    real *largest; /* [2]: largest gradient of a scaled product, or upstream gradient; the same times its weight */
     real smallest; /* oracle_smallest_gradient(); the naive implementation needs no terms: 0 */
     real *sink, *dsink, *dsink_rounding; /* [heads] */
 };
@@ -165,7 +165,7 @@ static double *widened(real *array, int64_t count)
     return wide;
 }
 
-/* Adds the smallest gradients of logits that 16 bits round relatively: a smaller one has the error of these. */
+/* Adds the smallest gradients of scaled products that 16 bits round relatively: a smaller one has their error. */
 static void add_smallest(real *terms, real *factors, int64_t count, real smallest)
 {
     for (int64_t n = 0; n < count; n++)

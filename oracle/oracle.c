@@ -115,7 +115,7 @@ static void add_magnitudes(real *restrict to, const real *restrict x, real facto
         to[d] += factor * fabs(x[d]);
 }
 
-/* Notes the size of a gradient of a logit that is multiplied with a weight. */
+/* Notes the size of the gradient of a scaled product that is multiplied with a weight. */
 static void note_size(const struct model *model, real size, real weight)
 {
     if (!isfinite(size))
@@ -161,10 +161,10 @@ static void add_gradients(const struct run *run, const struct model *model, stru
         add_magnitudes(dq_terms, k, size, model->dim);
         add_magnitudes(dk_terms, q, size, model->dim);
         if (model->smallest > 0) {
-            add_magnitudes(model->dq_factors + at.q, k, fabs(model->scale) * slope, model->dim);
-            add_magnitudes(model->dk_factors + at_k, q, fabs(model->scale) * slope, model->dim);
+            add_magnitudes(model->dq_factors + at.q, k, fabs(model->scale), model->dim);
+            add_magnitudes(model->dk_factors + at_k, q, fabs(model->scale), model->dim);
         }
-        note_size(model, parts ? parts[j] : fabs(run->gradient[j]), 1);
+        note_size(model, slope * (parts ? parts[j] : fabs(run->gradient[j])), 1);
     }
 }
 

@@ -189,6 +189,8 @@ const test_case test_cases[] = {
     {"offsets_window", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), WINDOW(20, 4), OFFSETS(1000000, 999990)},
     {"offsets_negative", SHAPE(1, 65, 97), HEADS(1, 1), DIMS(16, 16), CAUSAL, OFFSETS(-20, -50)},
     {"offsets_unmasked", PLAIN, OFFSETS(3, 70)},
+    {"offsets_far_apart_bf16", SHAPE(1, 64, 128), HEADS(1, 1), DIMS(64, 64), TYPES(BF16, BF16),
+     OFFSETS((int64_t)1 << 40, 0)},
     /* No query sees the last keys, but the unused rows of its query tile would. */
     {"offsets_keys_after_the_queries", SHAPE(2, 24, 8), HEADS(1, 1), DIMS(16, 16), TYPES(BF16, BF16), WINDOW(56, 19),
      OFFSETS(-25, 13)},

@@ -159,7 +159,7 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
         if (WEIGHTED)
             maxima = lane < 2 ? (uint64_t)maximum_of(key_row() + lane * 8) : 0;
         low = warp_uniform(saturated(first + s.diagonal));
-        at = (float)(key_row() - low - lane * 2);
+        at = (float)(key_row() - lane * 2 - (first + s.diagonal)); /* not `low`, which is clamped */
         flipped = false;
     }
 
