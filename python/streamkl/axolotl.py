@@ -2,7 +2,7 @@
 
 plugins: [streamkl.axolotl.AttentionKLPlugin]
 attention_kl_teacher: org/model        # a folder, or an id of the Hub; left out with LoRA: the base model
-attention_kl_weight: 0.1
+attention_kl_weight: 0.03
 attention_kl_options: {row_weight: far, sample_rows: 0.25}
 """
 

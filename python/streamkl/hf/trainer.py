@@ -2,7 +2,7 @@
 
 class DistillingSFTTrainer(DistillationMixin, SFTTrainer): ...
 
-trainer = DistillingSFTTrainer(model=student, args=arguments, train_dataset=data, teacher=teacher, kl_weight=10.0)
+trainer = DistillingSFTTrainer(model=student, args=arguments, train_dataset=data, teacher=teacher, kl_weight=0.03)
 """
 
 from __future__ import annotations
