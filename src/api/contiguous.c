@@ -17,7 +17,7 @@ skl_input skl_contiguous_input(int64_t heads, int64_t rows, int64_t dim)
 
 skl_inputs skl_contiguous_inputs(const skl_problem *p)
 {
-    const int64_t rows_q = skl_rows_q(p), rows_k = skl_rows_k(p);
+    const int64_t rows_q = skl_query_rows(p).rows, rows_k = skl_key_rows(p).rows;
     skl_inputs in = {.struct_size = sizeof(skl_inputs)};
     in.q_t = skl_contiguous_input(p->heads_t, rows_q, p->dim_t);
     in.k_t = skl_contiguous_input(p->key_heads_t, rows_k, p->dim_t);

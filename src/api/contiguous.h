@@ -2,21 +2,10 @@
 #ifndef SKL_API_CONTIGUOUS_H
 #define SKL_API_CONTIGUOUS_H
 
-#include "base/problem.h"
+#include "base/side.h"
 
 /* Stands for the address of a tensor. Aligned for every copy instruction, and never read. */
 #define SKL_PLACEHOLDER ((void *)(uintptr_t)4096)
-
-/* Rows of query and key tensors. */
-static inline int64_t skl_rows_q(const skl_problem *p)
-{
-    return p->packed ? p->total_q : p->len_q;
-}
-
-static inline int64_t skl_rows_k(const skl_problem *p)
-{
-    return p->packed ? p->total_k : p->len_k;
-}
 
 /* A tensor at SKL_PLACEHOLDER. Strides wrap around where it would not fit into memory. */
 skl_output skl_contiguous_output(int64_t heads, int64_t rows, int64_t dim);

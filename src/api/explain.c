@@ -9,7 +9,7 @@
 /* The row vectors that the operation requires, where the caller gave none. */
 static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_call *call)
 {
-    const int64_t rows_q = skl_rows_q(p);
+    const int64_t rows_q = skl_query_rows(p).rows;
     skl_inputs *const in = &call->inputs;
     if (needs->lse_t && in->lse_t.data == NULL)
         in->lse_t = skl_contiguous_input(p->heads_t, rows_q, 1);
@@ -26,7 +26,7 @@ static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_
 
 static skl_gradients requested_gradients(const skl_problem *p)
 {
-    const int64_t rows_q = skl_rows_q(p), rows_k = skl_rows_k(p);
+    const int64_t rows_q = skl_query_rows(p).rows, rows_k = skl_key_rows(p).rows;
     const skl_output none = {NULL, 0, 0, 0};
     const skl_gradients gradients = {
         .struct_size = sizeof(skl_gradients),
@@ -43,17 +43,17 @@ static skl_gradients requested_gradients(const skl_problem *p)
 static skl_attention contiguous_attention(const skl_problem *p)
 {
     const skl_attention attention = {.struct_size = sizeof(skl_attention),
-                                     .v_s = skl_contiguous_input(p->key_heads_s, skl_rows_k(p), p->dim_s),
-                                     .o_s = skl_contiguous_input(p->heads_s, skl_rows_q(p), p->dim_s),
-                                     .do_s = skl_contiguous_input(p->heads_s, skl_rows_q(p), p->dim_s),
-                                     .dv_s = skl_contiguous_output(p->key_heads_s, skl_rows_k(p), p->dim_s)};
+                                     .v_s = skl_contiguous_input(p->key_heads_s, skl_key_rows(p).rows, p->dim_s),
+                                     .o_s = skl_contiguous_input(p->heads_s, skl_query_rows(p).rows, p->dim_s),
+                                     .do_s = skl_contiguous_input(p->heads_s, skl_query_rows(p).rows, p->dim_s),
+                                     .dv_s = skl_contiguous_output(p->key_heads_s, skl_key_rows(p).rows, p->dim_s)};
     return attention;
 }
 
 /* All results of skl_attention_stats. */
 static skl_stats contiguous_stats(const skl_problem *p, bool lse_given)
 {
-    const int64_t rows_q = skl_rows_q(p), rows_k = skl_rows_k(p);
+    const int64_t rows_q = skl_query_rows(p).rows, rows_k = skl_key_rows(p).rows;
     const skl_output none = {NULL, 0, 0, 0}, of_rows = skl_contiguous_output(p->heads_s, rows_q, 1);
     const skl_output of_keys = skl_contiguous_output(p->heads_s, rows_k, 1);
     const skl_output top = skl_contiguous_output(p->heads_s, rows_q, SKL_STATS_TOP_MAX);
@@ -91,9 +91,9 @@ static skl_call call_of(const skl_problem *p, const skl_inputs *inputs, skl_op o
                      .workspace = SKL_PLACEHOLDER};
     add_required_rows(p, &needs, &call);
     if (op == SKL_OP_FORWARD || op == SKL_OP_ATTENTION_FORWARD || skl_op_is_one_pass(op))
-        call.rows.kl = skl_contiguous_output(p->heads_s, skl_rows_q(p), 1);
+        call.rows.kl = skl_contiguous_output(p->heads_s, skl_query_rows(p).rows, 1);
     if (op == SKL_OP_ATTENTION_FORWARD)
-        call.o_s = skl_contiguous_output(p->heads_s, skl_rows_q(p), p->dim_s);
+        call.o_s = skl_contiguous_output(p->heads_s, skl_query_rows(p).rows, p->dim_s);
     if (needs.gradients)
         call.gradients = requested_gradients(p);
     if (op == SKL_OP_PARTIAL)

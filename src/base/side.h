@@ -34,6 +34,12 @@ SKL_HOST_DEVICE skl_tensor_rows skl_student_key_rows(const skl_problem *p)
     return shape;
 }
 
+/* Rows of all sequences together. */
+SKL_HOST_DEVICE int64_t skl_all_rows(skl_tensor_rows shape)
+{
+    return shape.rows * shape.batch;
+}
+
 typedef struct skl_side {
     const skl_input *q, *k;
     const skl_output *dq, *dk;

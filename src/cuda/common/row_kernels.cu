@@ -203,8 +203,8 @@ static sums_shape shape_of(const backward_params *params)
 {
     const skl_problem *const p = &params->problem;
     const skl_side side = side_of(*params);
-    return {side.key_heads, (p->packed ? 1 : p->batch) * side.key_heads, p->packed ? p->total_k : p->len_k,
-            (unsigned)side.dim / 4};
+    const skl_tensor_rows keys = params->teacher_side ? skl_key_rows(p) : skl_student_key_rows(p);
+    return {side.key_heads, keys.batch * side.key_heads, keys.rows, (unsigned)side.dim / 4};
 }
 
 /* Every block of threads takes SUM_ROWS rows of a head at a time, so that it divides in 64 bits once for all of them.

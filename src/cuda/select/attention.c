@@ -167,7 +167,7 @@ static bool has_tall_tiles(const choice *s, const skl_cuda_kernel *kernel, const
 
 size_t skl_select_dk_sums_size(const skl_problem *p, bool of_teacher)
 {
-    const int64_t rows = p->packed ? p->total_k : p->batch * (of_teacher ? p->len_k : skl_student_keys(p, p->len_k));
+    const int64_t rows = skl_all_rows(of_teacher ? skl_key_rows(p) : skl_student_key_rows(p));
     const int64_t row_count = of_teacher ? p->key_heads_t * p->dim_t : p->key_heads_s * p->dim_s;
     return skl_grad_dtype(p, of_teacher ? p->dtype_t : p->dtype_s) == SKL_F32
                ? 0

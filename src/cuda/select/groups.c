@@ -52,7 +52,7 @@ void skl_select_add_lse(const choice *s, bool of_teacher, const char *reason)
     const bool in_workspace = stats        ? (s->request->stats & SKL_STATS_LSE) == 0
                               : of_teacher ? (s->request->rows & SKL_ROW_LSE_T) == 0
                                            : false;
-    const int64_t rows = s->problem->packed ? s->problem->total_q : s->problem->batch * s->problem->len_q;
+    const int64_t rows = skl_all_rows(skl_query_rows(s->problem));
     const int64_t heads = of_teacher ? s->problem->heads_t : s->problem->heads_s;
     if (in_workspace)
         s->launches->lse_at = skl_select_keep(s, (size_t)(rows * heads) * sizeof(float));

@@ -63,7 +63,7 @@ static void add_bounds(const choice *s)
         needed = needed || launches->at[n].streams_queries;
     if (!needed || !p->row_bounds)
         return;
-    const int64_t keys = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t keys = skl_all_rows(skl_key_rows(p));
     skl_cuda_launch *const added =
         skl_select_add(s, "bounds", &skl_cuda_general, skl_cuda_bounds_by_key, SKL_VARIANT_BOUNDS,
                        "kernels with tiles of keys need the queries that attend to each key");

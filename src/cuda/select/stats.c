@@ -74,7 +74,7 @@ static size_t lay_out(const choice *s, stats_needs *needs)
 {
     const skl_problem *const p = s->problem;
     skl_stats_layout *const layout = &needs->layout;
-    const int64_t keys = p->packed ? p->total_k : p->batch * p->len_k;
+    const int64_t keys = skl_all_rows(skl_key_rows(p));
     const bool sums = (s->request->stats & SKL_STATS_KEY_SUM) != 0;
     const bool scratch = (needs->masses & (OF_MASSES | SKL_STATS_TOP)) != 0;
     const size_t of_heads = (size_t)(p->batch * p->heads_s * layout->chunks) * 2 * SKL_STATS_SUMS * sizeof(float);

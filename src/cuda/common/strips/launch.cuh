@@ -62,7 +62,7 @@ inline void assign_teacher_lse(strip_params *kernel_params, const skl_strip_layo
     skl_output *const lse = &kernel_params->call.rows.lse_t;
     if (lse->data == NULL)
         *lse = skl_output_contiguous((char *)kernel_params->call.workspace + layout.lse_at, p->heads_t,
-                                     p->packed ? p->total_q : p->len_q, 1);
+                                     skl_query_rows(p).rows, 1);
     kernel_params->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
 }
 

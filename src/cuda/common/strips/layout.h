@@ -2,6 +2,7 @@
 #ifndef SKL_CUDA_COMMON_STRIPS_LAYOUT_H
 #define SKL_CUDA_COMMON_STRIPS_LAYOUT_H
 
+#include "base/side.h"
 #include "cuda/common/indexer/row_chunks.h"
 
 #define SKL_STRIP_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* sums of a row in a split */
@@ -64,8 +65,8 @@ static inline void skl_strip_divide(skl_strip_layout *layout, const skl_problem 
     layout->key_items = p->batch * key_heads * key_tiles;
     layout->num_dk_splits = skl_strip_num_splits(layout->key_items, (int64_t)sm_count * SKL_STRIP_KEY_BLOCKS,
                                                  skl_ceil_div(p->len_q, SKL_STRIP_TILE));
-    layout->sum_batches = p->packed ? 1 : p->batch;
-    layout->sum_rows = p->packed ? p->total_k : keys;
+    layout->sum_batches = skl_student_key_rows(p).batch;
+    layout->sum_rows = skl_student_key_rows(p).rows;
     layout->sum_count = layout->num_dk_splits * layout->sum_batches * key_heads * layout->sum_rows * dim;
 }
 
@@ -98,7 +99,7 @@ static inline skl_strip_layout skl_strip_differences_layout(const skl_problem *p
         skl_strip_key_splits(layout.strip_slots, sm_count, skl_ceil_div(p->len_k, SKL_POOL_KEYS));
     layout.target_stride = target_size / (SKL_STRIP_TILE * (int64_t)sizeof(float));
     layout.rest_at = planes > 1 ? layout.strip_slots * skl_strip_plane_size(p) / 16 : 0;
-    const int64_t rows_t = p->heads_t * (p->packed ? p->total_q : p->batch * p->len_q);
+    const int64_t rows_t = p->heads_t * skl_all_rows(skl_query_rows(p));
     layout.lse_at = skl_strip_reserve(&layout.size, gradients ? 0 : rows_t * (int64_t)sizeof(float));
     layout.split_rows_at = skl_strip_reserve(&layout.size, skl_strip_rows_size(&layout));
     layout.g_at = skl_strip_reserve(&layout.size, gradients ? layout.strip_slots * slot_size : 0);
