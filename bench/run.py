@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = {
-    "peers": "attention KL compared with PyTorch, Triton and attention kernels, in time and memory",
+    "peers": "attention KL compared with PyTorch and attention kernels, in time and memory",
     "shapes": "shapes that distillation has: which are slow for their work?",
     "call": "what the loss adds to an attention, as Python calls it",
     "step": "what the loss adds to a training step",

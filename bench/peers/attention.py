@@ -1,4 +1,4 @@
-"""Attention KL, and attention alone, as PyTorch and plain Triton offer them: the peers of bench/run.py peers."""
+"""Attention KL, and attention alone, as PyTorch offers them: the peers of bench/run.py peers."""
 
 import torch
 import torch.nn.functional as F
@@ -164,31 +164,9 @@ def flex_composition(shape, device):
     return kl
 
 
-# ---- Triton --------------------------------------------------------------------------------------------------------
-
-
-def plain_triton(tensors, shape, weight):
-    import triton
-
-    from .triton_kernels import TritonKL
-
-    timed = TritonKL(list(tensors.values()), shape.causal, weight)
-    timed.forward()  # the LSEs that the backward reads
-
-    def step():
-        fresh = TritonKL(list(tensors.values()), shape.causal, weight)
-        fresh.forward()
-        fresh.backward()
-        return {"kl": fresh.kl, "dq_s": fresh.dq, "dk_s": fresh.dk}
-
-    calls = {FORWARD: timed.forward, BACKWARD: timed.backward}
-    return Method("triton", f"Triton {triton.__version__}", calls, flops_of(shape, KL_PRODUCTS), step)
-
-
 PEERS = {  # in the order of the table; arguments: tensors, shape, weight of each KL
     "cudnn": attention("cudnn", "CUDNN_ATTENTION", cudnn_version),
     "fa2": attention("fa2", "FLASH_ATTENTION", lambda: PYTORCH),
-    "triton": plain_triton,
     "flex": attention_kl("flex", flex_composition),
     "compile": attention_kl("compile", lambda shape, device: compiled(materialized(shape, device))),
     "eager": attention_kl("eager", materialized),

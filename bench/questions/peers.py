@@ -1,4 +1,4 @@
-"""Times StreamKL compared with PyTorch, Triton and attention kernels, and checks the results.
+"""Times StreamKL compared with PyTorch and attention kernels, and checks the results.
 
     bench/run.py peers                                   # 16 heads of 64 and of 128, 8192 queries and keys, bf16
     bench/run.py peers --lengths 4096,8192,16384 --masks causal --peers cudnn,eager
@@ -14,7 +14,6 @@ The peers, on the same tensors; the column `kernel` has their version:
     cudnn    scaled_dot_product_attention by cuDNN, the reference for kernel quality. Its forward takes two matmuls per
              pair, as ours does; its backward takes five, ours four
     fa2      the same by FlashAttention-2
-    triton   attention KL as plain Triton kernels (bench/peers/triton_kernels.py)
     flex     attention KL composed of FlexAttention calls: O(N) memory without a custom kernel
     compile  eager under torch.compile
     eager    plain attention KL: two N x N logits, two log_softmax, one sum
@@ -219,7 +218,6 @@ METHOD_STYLES = {  # {method: (name, colour, line)}
     STREAMKL: ("StreamKL", "#2f81f7", "-"),
     "cudnn": ("cuDNN attention", "#8b949e", "--"),
     "fa2": ("FA2 attention", "#a5793a", "--"),
-    "triton": ("plain Triton", "#2a9d5c", "-"),
     "flex": ("FlexAttention", "#9a6ae0", "-"),
     "compile": ("torch.compile", "#d98324", "-"),
     "eager": ("eager", "#dd4b4b", "-"),

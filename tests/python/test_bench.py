@@ -30,7 +30,7 @@ from questions import call, indexer, peers, shapes, step, zigzag  # noqa: E402
         ("shapes --plot x.svg", "needs --csv=FILE"),
         ("shapes --csv /nowhere/shapes.csv", "--csv=/nowhere/shapes.csv: there is no folder /nowhere"),
         ("step --quick --only N=65536", "--only='N=65536': must be part of a name"),
-        ("peers --peers fa3", "no fa3; must be of cudnn, fa2, triton, flex, compile, eager"),
+        ("peers --peers fa3", "no fa3; must be of cudnn, fa2, flex, compile, eager"),
         ("peers --heads 32 --key-heads 12", "--key-heads=12: must divide --heads=32"),
         ("peers --packed 128,0", "--packed"),
         (
