@@ -4,7 +4,6 @@
     bench/run.py QUESTION                       # prints tables
     bench/run.py QUESTION --csv FILE            # also appends rows, with commit, GPU and versions
     bench/run.py QUESTION --dry-run             # lists the cases; needs no GPU
-    bench/run.py QUESTION --csv FILE --plot SVG # measures nothing; draws the rows of the file
     bench/run.py QUESTION --help
 
 Calls of the library and of its peers alternate one by one in one process, on the same tensors, after 0.3 s of untimed
@@ -69,8 +68,6 @@ def parser_of(name, question):
     parser.add_argument("--sample-ms", type=float, default=300, metavar="X", help=sample_help)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs; default 0")
     parser.add_argument("--dry-run", action="store_true", help="list the cases and measure nothing")
-    if hasattr(question, "draw"):
-        parser.add_argument("--plot", type=Path, metavar="SVG", help="measure nothing; draw the results in --csv")
     question.add_options(parser)
     return parser
 
@@ -100,21 +97,7 @@ def parse(name, question, arguments):
             check_csv(given.csv, question.COLUMNS)
     except (ValueError, OSError) as error:
         parser.error(f"--csv={given.csv}: {error}")
-    if getattr(given, "plot", None) and not (given.csv and given.csv.exists()):
-        parser.error("--plot: needs --csv=FILE, with the results of earlier runs")
     return given, cases
-
-
-def draw(question, given):
-    from harness.report import read_csv
-
-    try:
-        written = question.draw(read_csv(given.csv, question.COLUMNS), given)
-    except ImportError as error:
-        sys.exit(f"bench/run.py: --plot needs matplotlib: {error}")
-    except ValueError as error:
-        sys.exit(f"bench/run.py: --csv={given.csv}: {error}")
-    print("\n".join(map(str, written)))
 
 
 def measure(question, given, cases):
@@ -145,8 +128,6 @@ def main(arguments=None):
     given, cases = parse(name, question, arguments[1:])
     if given.dry_run:
         print("\n".join(f"{case.name:36} {case}" for case in cases))
-    elif getattr(given, "plot", None):
-        draw(question, given)
     else:
         measure(question, given, cases)
 

@@ -3,7 +3,6 @@
     bench/run.py peers                                   # 16 heads of 64 and of 128, 8192 queries and keys, bf16
     bench/run.py peers --lengths 4096,8192,16384 --masks causal --peers cudnn,eager
     bench/run.py peers --csv bench/results/peers.csv     # appends the results
-    bench/run.py peers --csv bench/results/peers.csv --plot docs/gpu   # draws docs/gpu-speed.svg and docs/gpu-memory.svg
     bench/run.py peers --heads 32 --key-heads 8          # GQA, compared with as many key heads as heads
     bench/run.py peers --packed 8192,4096,2048,1024,512  # packed sequences, compared with a dense batch
     bench/run.py peers --deterministic                   # adds gradients with the same bits on every run
@@ -34,7 +33,7 @@ import torch
 from harness.attention import AttentionCalls, Exact, Shape, prepared_calls
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP
 from harness.method import Method, make_peer, time_methods
-from harness.report import bytes_text, ratio, rounded
+from harness.report import ratio, rounded
 from harness.run import Result
 from harness.timing import release_memory
 from peers.attention import PEERS
@@ -209,107 +208,3 @@ def compare_dense(methods, shape, run, result):
             notes[name] = f"{rates[0] / rates[1]:.3f} of the dense rate"
     result.rows = [*rows_of(methods, shape, notes), *rows_of(dense, dense_shape)]
     return result
-
-
-# ---- Charts --------------------------------------------------------------------------------------------------------
-
-
-METHOD_STYLES = {  # {method: (name, colour, line)}
-    STREAMKL: ("StreamKL", "#2f81f7", "-"),
-    "cudnn": ("cuDNN attention", "#8b949e", "--"),
-    "fa2": ("FA2 attention", "#a5793a", "--"),
-    "flex": ("FlexAttention", "#9a6ae0", "-"),
-    "compile": ("torch.compile", "#d98324", "-"),
-    "eager": ("eager", "#dd4b4b", "-"),
-}
-ATTENTION = {"cudnn", "fa2"}  # compute no KL: neither their step nor their memory is comparable
-
-
-class Series:
-    """The newest results of one GPU, head size and mask: {(method, pass): {length: row}}."""
-
-    def __init__(self, rows, dims, masks):
-        plain = [row for row in rows if not row["packed"] and row["key_heads"] == row["heads"]]
-        dense = [row for row in plain if row["method"] in METHOD_STYLES]
-        if not dense:
-            raise ValueError("it has no results of a run with peers")
-        self.gpu = dense[-1]["gpu"]
-        self.dim = self.choose({int(row["dim"]) for row in dense if row["gpu"] == self.gpu}, reversed(dims), "--dims")
-        found = {row["mask"] for row in dense if row["gpu"] == self.gpu and row["dim"] == str(self.dim)}
-        self.mask = self.choose(found, ["causal", "full"] if masks == "both" else [masks], "--masks")
-        chosen = [
-            row for row in dense if (row["gpu"], row["dim"], row["mask"]) == (self.gpu, str(self.dim), self.mask)
-        ]
-        self.heads = chosen[-1]["heads"]
-        self.rows, self.out_of_memory = {}, set()
-        for row in chosen:  # later rows replace earlier ones
-            if row["heads"] == self.heads:
-                self.take(row)
-
-    @staticmethod
-    def choose(found, wanted, option):
-        for value in wanted:
-            if value in found:
-                return value
-        raise ValueError(f"no result fits {option}; it has {', '.join(map(str, sorted(found)))}")
-
-    def take(self, row):
-        length = int(row["length"])
-        if row["pass"]:
-            self.rows.setdefault((row["method"], row["pass"]), {})[length] = row
-            self.out_of_memory.discard((row["method"], length))
-        elif "out of memory" in row["note"].lower():
-            self.out_of_memory.add((row["method"], length))
-
-    def points(self, method, name, value_of):
-        """{length: value}"""
-        found = sorted(self.rows.get((method, name), {}).items())
-        return {length: value_of(row) for length, row in found if value_of(row)}
-
-    def crossed(self, lines):
-        """The methods that run out of memory after their last length."""
-        return {name for name, length in self.out_of_memory if lines.get(name) and length > max(lines[name])}
-
-    def __str__(self):
-        note = ".  ×: out of memory at the next length" if self.out_of_memory else ""
-        return f"{self.gpu}, bf16, {self.heads} heads of {self.dim}, {self.mask} mask, N queries and keys{note}"
-
-
-def speed_panels(series):
-    """[(title, {method: {length: time as a multiple of StreamKL's in the same run}}, crossed methods)]"""
-    with_kl = METHOD_STYLES.keys() - ATTENTION
-    panels = [
-        ("forward", FORWARD, FORWARD, "ours_ratio", METHOD_STYLES),
-        ("backward", BACKWARD, BACKWARD, "ours_ratio", METHOD_STYLES),
-        ("forward + backward, StreamKL in one pass", STEP, ONE_PASS, "one_pass_ratio", with_kl),
-    ]
-    for title, name, of_ours, column, methods in panels:
-        lines = {
-            method: series.points(method, name, lambda row: row[column] and 1 / float(row[column]))
-            for method in METHOD_STYLES if method in methods
-        }  # fmt: skip
-        lines[STREAMKL] = series.points(STREAMKL, of_ours, lambda row: 1.0)
-        if lines[STREAMKL]:
-            yield title, lines, series.crossed(lines)
-
-
-def draw(rows, given):
-    """PREFIX-speed.svg and PREFIX-memory.svg: the last of --dims, and the causal mask unless --masks is full."""
-    from harness.figures import line_charts
-
-    series = Series(rows, given.dims, given.masks)
-    panels = list(speed_panels(series))
-    if not panels:
-        raise ValueError("it has no times of StreamKL")
-    memory = {
-        method: series.points(method, BACKWARD, lambda row: float(row["extra_bytes"] or 0))
-        for method in METHOD_STYLES if method not in ATTENTION
-    }  # fmt: skip
-    multiples = [digit * 10.0**power for power in range(-2, 4) for digit in (1, 2, 5)]
-    speed = "Time, as a multiple of StreamKL's (lower is faster)"
-    of_step, sizes = [("", memory, series.crossed(memory))], [4.0**power for power in range(5, 24)]
-    paths = [given.plot.with_name(f"{given.plot.name}-{what}.svg") for what in ("speed", "memory")]
-    return [
-        line_charts(paths[0], speed, str(series), panels, METHOD_STYLES, multiples, "{:g}×".format),
-        line_charts(paths[1], "Extra memory of a step", str(series), of_step, METHOD_STYLES, sizes, bytes_text),
-    ]

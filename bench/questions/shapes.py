@@ -7,7 +7,6 @@
     bench/run.py shapes --check-only                       # only compares
     bench/run.py shapes --only 'mean of' --eager           # also times eager PyTorch, which stores the matrices
     bench/run.py shapes --csv bench/results/shapes.csv     # appends the results
-    bench/run.py shapes --csv bench/results/shapes.csv --plot docs/gpu-shapes.svg
 
 Every shape is compared with the base shape (32 heads on 8 key heads of 128 on both sides, N = 8192, causal, bf16) and
 with scaled_dot_product_attention by cuDNN on the teacher's shape, whose calls alternate with ours.
@@ -22,7 +21,6 @@ all heads are compared with float64 there. `kernel` has the kernels that skl_pla
 """
 
 from functools import lru_cache
-from pathlib import Path
 
 import torch
 
@@ -51,7 +49,6 @@ COMPARED = {
     "cudnn": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: BACKWARD, STEP: STEP},
     "eager": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, ONE_PASS: STEP, STEP: STEP},
 }
-PEAKS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}  # TFLOP/s of dense bf16 products at the boost clock
 CHECKED_STD = 4.0  # of the logits: large enough that a softcap which is left out shows
 
 
@@ -249,39 +246,3 @@ def measure(shape, run, base=BASE):
             (result.wrong if who == "ours" else result.notes).append(f"{who} {name} not measured: {timing.refusal}")
     result.rows = list(rows_of(shape, timings, {name: own.kernels(name) for name in own.passes}, errors))
     return result
-
-
-# ---- The chart -----------------------------------------------------------------------------------------------------
-
-
-def newest(rows):
-    """{shape: {pass: row}} of the last run's GPU; later rows replace earlier ones. The base shape comes first."""
-    timed = [row for row in rows if row["ms"]]
-    if not timed:
-        raise ValueError("it has no times")
-    found = {}
-    for row in timed:
-        if row["gpu"] == timed[-1]["gpu"]:
-            found.setdefault(row["shape"], {})[row["pass"]] = row
-    return dict(sorted(found.items(), key=lambda item: item[0] != BASE.name))
-
-
-def share_of_peak(row):
-    """Useful TFLOP/s divided by the data sheet's rate of dense 16-bit products."""
-    if row["gpu"] not in PEAKS:
-        raise ValueError(f"no peak of {row['gpu']} is known; add it to PEAKS in {Path(__file__).name}")
-    return float(row["tflops"]) / PEAKS[row["gpu"]]
-
-
-def draw(rows, given):
-    from harness.figures import bar_chart
-
-    shapes = newest(rows)
-    gpu = next(iter(next(iter(shapes.values())).values()))["gpu"]
-    shares = {
-        name: [share_of_peak(passes[name]) if name in passes else 0.0 for passes in shapes.values()]
-        for name in (FORWARD, ONE_PASS)
-    }
-    title = "Useful TFLOP/s, as a share of the tensor cores' 16-bit peak (longer is faster)"
-    note = f"{gpu}, 32/8 heads of 128, N = 8,192, causal, bf16 unless named; one pass: loss and gradients"
-    return [bar_chart(given.plot, title, note, list(shapes), shares)]
