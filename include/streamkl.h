@@ -13,7 +13,8 @@
  *     The problem              shapes, types and masks, without pointers
  *     Tensors                  addresses and strides
  *     Plans                    kernels and workspace, chosen once for many calls
- *     Running                  forward, backward, both in one pass, the student's attention backward, statistics
+ *     Running                  forward, backward, both in one pass; the student's attention with its KL, forward and
+ *                              backward; statistics of one attention
  *     Before a call            what it needs, and whether its arrays are valid
  *     Partial states           keys split over calls, devices or ranks
  *     Version and kernels
@@ -107,7 +108,8 @@ SKL_API skl_status skl_attention_kl(const struct skl_problem *problem, const str
 /* KL of every row and gradients of sum_i grad_kl[i] * KL_i for the student. Needs no earlier call: it runs a forward
  * and a backward.
  *
- *     grad_kl  f32, the shape of kl; NULL: all ones. The gradient of a mean has 1 / rows here
+ *     grad_kl  f32, the shape of kl. NULL stands for ones: gradients of the sum of all KL_i. For their mean, every
+ *              element is 1 / rows
  *     kl       NULL: not requested
  *     dq_s     the shape of q_s, of type problem.dtype_s, or f32 with problem.grad_f32; NULL: not requested
  *     dk_s     the shape of k_s, the same type; NULL: not requested
@@ -222,7 +224,7 @@ typedef struct skl_problem {
                          * inputs.key_end, and the other masks apply as well */
     int32_t sinks;      /* 1: every softmax has a sink: see below */
     skl_link link_s;    /* SKL_LINK_LINEAR needs SKL_STUDENT_ATTENTION, KL(P || S), scale_s = softcap_s = 0 and no
-                         * SKL_DV_S;    it has no statistics */
+                         * SKL_DV_S. It has no statistics */
     skl_pool pool;      /* indexer, not packed: pools the teacher over blocks of keys */
     skl_pool_heads pool_heads;   /* pool: how the heads of a teacher group combine */
     skl_pool_blocks pool_blocks; /* pool: the blocks of a row */
@@ -264,9 +266,9 @@ typedef struct skl_inputs {
     skl_input lse_s;             /* [batch, heads_s, len_q] log-sum-exp of the student's logits */
     skl_input kl;                /* [batch, heads_s, len_q] */
     skl_input dot_t;             /* [batch, heads_t, len_q], with r > 1: see skl_rows */
-    skl_input grad_kl;           /* [batch, heads_s, len_q] upstream gradient of every KL_i; NULL: all ones. Where it
-                                  * is 0, the row contributes no gradient, even if its tensors hold NaN; on a GPU, NaN
-                                  * still propagates */
+    skl_input grad_kl;           /* [batch, heads_s, len_q] upstream gradient of every KL_i; without data it is 1, and
+                                  * gradients are those of the sum of all KL_i. Where it is 0, the row contributes no
+                                  * gradient, even if its tensors hold NaN; on a GPU, NaN still propagates */
     const int32_t *cu_seqlens_q; /* packed: batch + 1 row offsets; the first is 0, and none is below the one before */
     const int32_t *cu_seqlens_k; /* packed: batch + 1 row offsets of the keys */
     const int32_t *key_lengths;  /* optional, not packed: keys j >= key_lengths[b] are padding; moves no position */
@@ -382,8 +384,8 @@ typedef struct skl_stats {
  *
  *     skl_plan *plan;
  *     skl_plan_create(&plan, &problem, NULL);
- *     const size_t size = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
- *     skl_forward(plan, &inputs, &rows, workspace, size, NULL);      // as often as you like
+ *     const size_t size = skl_plan_workspace_size(plan, SKL_OP_FORWARD);  // each operation has a size of its own
+ *     skl_forward(plan, &inputs, &rows, workspace, size, NULL);           // as often as you like
  *     skl_plan_destroy(plan);
  *
  * A plan is immutable and can be shared between threads. Run calls never allocate, synchronize, print or exit. */
@@ -412,6 +414,7 @@ typedef struct skl_options {
                             * signal handler sets this flag to other than 0; NULL: nothing cancels calls */
 } skl_options;
 
+/* One operation per run call: SKL_OP_FORWARD is skl_forward, SKL_OP_ATTENTION_STATS skl_attention_stats. */
 typedef enum skl_op {
     SKL_OP_FORWARD = 0,
     SKL_OP_BACKWARD = 1,
@@ -549,6 +552,7 @@ SKL_API skl_status skl_attention_backward(const skl_plan *plan, const skl_inputs
  *     problem.heads_t = problem.heads_s = 32, problem.dim_t = problem.dim_s = 128, problem.gradients = 0;
  *     skl_inputs inputs = {.struct_size = sizeof inputs, .q_s = q, .k_s = k};
  *     skl_stats stats = {.struct_size = sizeof stats, .key_sum = ..., .entropy = ..., .row_begin = -64};
+ *     const size_t size = skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS);
  *     skl_attention_stats(plan, &inputs, &stats, workspace, size, NULL);
  *
  * The teacher is not read: q_t, k_t and sink_t may be missing. The problem's fields of the teacher must be valid;
