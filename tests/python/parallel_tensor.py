@@ -1,5 +1,7 @@
 """Heads on several processes, compared with one: tensor parallelism, Ulysses, DTensor: see parallel_run.py."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 from cases import make_tensors
@@ -8,6 +10,7 @@ from parallel_cases import GRADIENT, LOSS, equal_on_all_ranks, near
 
 import streamkl
 from streamkl import Parallel
+from streamkl.frameworks import megatron_indexer_loss
 from streamkl.parallel import shard
 
 
@@ -44,6 +47,21 @@ def teacher_heads_of_indexer():
             assert loss > whole  # by how far the ranks' teacher heads are from each other
             equal_on_all_ranks(loss, None)
             compare_gradients(torch.autograd.grad(loss, tensors.trained), expected)
+
+
+def teacher_heads_of_megatron():
+    """megatron_indexer_loss with the ranks of pg_collection.tp has the gradients of one call with all teacher heads."""
+    _, world = rank_and_world()
+    tensors = make_indexer(len_k=19, heads_t=2 * world, key_heads_t=world, top_k=5)
+    q_t, k_t, q_s, k_s, w_s, indices = (tensor.transpose(0, 1) for tensor in tensors)
+    of_indexer, index = (q_s, w_s.squeeze(2), k_s.squeeze(2)), indices.squeeze(2).transpose(0, 1)
+    groups, per_token = SimpleNamespace(tp=dist.group.WORLD), dict(calculate_per_token_loss=True)
+    for options in {}, per_token:
+        whole = megatron_indexer_loss(*of_indexer, index, q_t, k_t, 0.3, 0.5, True, **options)
+        expected = torch.autograd.grad(whole, tensors.trained)
+        own = (own_heads(q_t), own_heads(k_t))
+        loss = megatron_indexer_loss(*of_indexer, index, *own, 0.3, 0.5, True, groups, **options)
+        compare_gradients(torch.autograd.grad(loss, tensors.trained), expected)
 
 
 def teacher_heads_under_a_wider_lse():
@@ -166,8 +184,6 @@ def unequal_batches():
 
 def megatron():
     """Context parallel, and the teacher heads over ranks, agree with megatron-core's loss of whole score matrices."""
-    from types import SimpleNamespace
-
     from megatron.core.transformer.experimental_attention_variant.dsa import compute_dsa_indexer_loss
 
     rank, world = rank_and_world()

@@ -21,8 +21,8 @@ from streamkl.parallel._layout import Layout, gather_order, inverse_of
 
 SCRIPT = Path(__file__).parent / "parallel_run.py"
 HEADS = (
-    "teacher_heads_of_indexer", "teacher_heads_under_a_wider_lse", "teacher_heads_of_attention", "refusals", "ulysses",
-    "unequal_batches", "dtensor",
+    "teacher_heads_of_indexer", "teacher_heads_of_megatron", "teacher_heads_under_a_wider_lse", "teacher_heads_of_attention", "refusals",
+    "ulysses", "unequal_batches", "dtensor",
 )  # fmt: skip
 SEQUENCES = (
     "layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "different_calls", "compiled",
