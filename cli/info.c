@@ -3,7 +3,7 @@
 #include "cli/common/explain.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
-#include "device/machine.h"
+#include "device/device.h"
 
 #include <inttypes.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-#include "device/gpu.h"
+#include "device/device.h"
 
 #include <cuda_runtime_api.h>
 #include <stdio.h>

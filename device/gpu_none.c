@@ -1,5 +1,5 @@
 /* A build without CUDA. The library refuses a plan for a GPU before any of these is called. */
-#include "device/gpu.h"
+#include "device/device.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 

@@ -1,17 +1,18 @@
-#include "device/machine.h"
+#include "device/device.h"
 
 #include <inttypes.h>
 #include <sched.h>
-#include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/utsname.h>
 #include <time.h>
+#include <unistd.h>
 
 /* The value of the first "name : value" line of a /proc file, without spaces around it. */
 static bool proc_value(const char *path, const char *name, char *value, size_t size)
 {
-    FILE *const file = fopen(path, "r");
+    FILE *const file = fopen(path, "re");
     if (file == NULL)
         return false;
     bool found = false;
@@ -70,13 +71,63 @@ double machine_waiting_seconds(void)
     return known ? 1e-9 * (double)waiting : 0;
 }
 
-int64_t machine_available_memory(void)
+/* A line like "VmHWM:     1234 kB", in bytes; -1 if unknown. */
+static int64_t proc_bytes(const char *path, const char *name)
 {
     char text[64];
     int64_t kibibytes;
-    if (!proc_value("/proc/meminfo", "MemAvailable", text, sizeof text))
-        return INT64_MAX;
-    if (sscanf(text, "%" SCNd64, &kibibytes) != 1)
-        return INT64_MAX;
-    return kibibytes * 1024;
+    const bool known = proc_value(path, name, text, sizeof text) && sscanf(text, "%" SCNd64, &kibibytes) == 1;
+    return known ? kibibytes * 1024 : -1;
+}
+
+int64_t machine_available_memory(void)
+{
+    const int64_t bytes = proc_bytes("/proc/meminfo", "MemAvailable");
+    return bytes < 0 ? INT64_MAX : bytes;
+}
+
+/* ---- Resident memory ---------------------------------------------------------------------------------------- */
+
+/* Resets VmHWM to VmRSS. If the system forbids it, the peak remains, and the growth is overestimated. */
+int64_t resident_begin(void)
+{
+    FILE *const clear_refs = fopen("/proc/self/clear_refs", "we");
+    if (clear_refs) {
+        fputs("5", clear_refs);
+        fclose(clear_refs);
+    }
+    return proc_bytes("/proc/self/status", "VmRSS");
+}
+
+int64_t resident_peak(void)
+{
+    return proc_bytes("/proc/self/status", "VmHWM");
+}
+
+int64_t resident_peak_growth(int64_t begin)
+{
+    const int64_t peak = resident_peak();
+    if (begin < 0 || peak < 0)
+        return -1;
+    return peak > begin ? peak - begin : 0;
+}
+
+void resident_touch(const void *data, size_t size)
+{
+    const volatile unsigned char *const bytes = data;
+    const size_t step = (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t offset = 0; offset < size; offset += step)
+        (void)bytes[offset];
+}
+
+/* Pages from calloc() become resident at their first write. A memset() would not help: compilers remove it, because
+ * the memory is already zero. */
+void *resident_allocate(size_t size)
+{
+    void *const data = calloc(1, size ? size : 1);
+    volatile unsigned char *const bytes = data;
+    const size_t step = (size_t)sysconf(_SC_PAGESIZE);
+    for (size_t offset = 0; data && offset < size; offset += step)
+        bytes[offset] = 0;
+    return data;
 }

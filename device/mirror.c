@@ -1,4 +1,4 @@
-#include "device/mirror.h"
+#include "device/device.h"
 
 #include <assert.h>
 

@@ -1,4 +1,4 @@
-#include "device/parallel.h"
+#include "device/device.h"
 
 #include <pthread.h>
 #include <stdatomic.h>

@@ -1,5 +1,5 @@
 #include "distill/attention_pair.h"
-#include "device/mirror.h"
+#include "device/device.h"
 
 #include <math.h>
 

@@ -1,5 +1,5 @@
 #include "distill/matmul.h"
-#include "device/parallel.h"
+#include "device/device.h"
 
 extern matmul_rows matmul_rows_portable;
 

@@ -3,8 +3,7 @@
 #include "runner.h"
 
 #include "case_words.h"
-#include "device/gpu.h"
-#include "device/mirror.h"
+#include "device/device.h"
 
 #include <stdlib.h>
 

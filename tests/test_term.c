@@ -14,7 +14,7 @@
 
 #include "cli/map/print.h"
 #include "cli/term/term.h"
-#include "device/machine.h"
+#include "device/device.h"
 
 static double now = 1000;
 

@@ -1,5 +1,5 @@
 #include "view/attention_map.h"
-#include "device/mirror.h"
+#include "device/device.h"
 
 #include <assert.h>
 #include <math.h>

@@ -1,5 +1,5 @@
 #include "bench/cpu/materialized.h"
-#include "device/parallel.h"
+#include "device/device.h"
 #include "bench/cpu/row_kernels.h"
 
 #include <stdlib.h>

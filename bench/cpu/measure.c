@@ -1,5 +1,5 @@
 #include "bench/cpu/measure.h"
-#include "device/machine.h"
+#include "device/device.h"
 #include "bench/cpu/materialized.h"
 #include "bench/cpu/sgemm.h"
 #include "bench/cpu/streaming.h"

@@ -1,5 +1,5 @@
 #include "bench/cpu/sampler.h"
-#include "device/machine.h"
+#include "device/device.h"
 
 #include <assert.h>
 #include <stdbool.h>

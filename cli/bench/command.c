@@ -1,7 +1,7 @@
 /* streamkl bench: the command line and the order of the steps. */
 #include "bench/cpu/blas.h"
 #include "bench/cpu/csv.h"
-#include "device/machine.h"
+#include "device/device.h"
 #include "bench/cpu/measure.h"
 #include "cli/bench/table.h"
 #include "cli/common/cli.h"

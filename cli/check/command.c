@@ -3,7 +3,6 @@
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
-#include "device/machine.h"
 #include "device/device.h"
 #include "tests/calls.h"
 #include "tests/kernel_check.h"

@@ -1,7 +1,7 @@
 #include "cli/common/runner.h"
 #include "cli/common/cli.h"
 #include "cli/common/options.h"
-#include "cli/common/resident.h"
+#include "device/device.h"
 #include "cli/term/term.h"
 
 #include <inttypes.h>

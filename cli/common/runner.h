@@ -2,7 +2,7 @@
 #ifndef STREAMKL_CLI_COMMON_RUNNER_H
 #define STREAMKL_CLI_COMMON_RUNNER_H
 
-#include "device/mirror.h"
+#include "device/device.h"
 
 typedef struct plan_runner {
     skl_plan *plan;

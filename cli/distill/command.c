@@ -1,5 +1,5 @@
 /* streamkl distill: the command line and the order of the steps. */
-#include "device/machine.h"
+#include "device/device.h"
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/common/options.h"

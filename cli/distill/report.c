@@ -1,11 +1,10 @@
 /* report.html: the result of a run on one self-contained page. */
-#include "device/machine.h"
+#include "device/device.h"
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/distill/document.h"
 #include "cli/distill/views.h"
 #include "cli/common/options.h"
-#include "cli/common/resident.h"
 #include "cli/common/workload.h"
 #include "cli/io/file_write.h"
 #include "view/page.h"

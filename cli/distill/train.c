@@ -1,9 +1,8 @@
 /* The training loop: steps, evaluations, and a line of progress. */
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
-#include "cli/common/resident.h"
+#include "device/device.h"
 #include "cli/term/term.h"
-#include "device/machine.h"
 
 #include <assert.h>
 #include <inttypes.h>

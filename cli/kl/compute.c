@@ -1,7 +1,7 @@
 /* Row vectors, the reduction, and the gradients of the reduced loss. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
-#include "cli/common/resident.h"
+#include "device/device.h"
 
 #include <inttypes.h>
 #include <math.h>

@@ -2,7 +2,7 @@
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
 #include "cli/map/print.h"
-#include "cli/common/resident.h"
+#include "device/device.h"
 #include "cli/term/term.h"
 #include "view/attention_map.h"
 #include "view/figure.h"

@@ -1,5 +1,5 @@
 #include "cli/term/term.h"
-#include "device/machine.h"
+#include "device/device.h"
 
 #include <inttypes.h>
 #include <langinfo.h>
