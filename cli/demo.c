@@ -3,7 +3,7 @@
 #include "cli/kl/kl.h"
 #include "oracle.h"
 #include "cli/term/term.h"
-#include "distill/random.h"
+#include "cli/common/random.h"
 #include "cli/common/workload.h"
 
 #include <errno.h>
@@ -28,10 +28,10 @@ typedef struct demo_request {
 } demo_request;
 
 static const cli_option demo_options[] = {
-    {"context", "N", parse_count, offsetof(demo_request, context), "Queries and keys; default 16384"},
-    {"heads", "N", parse_count, offsetof(demo_request, heads), "Heads; default 1"},
-    {"dim", "N", parse_count, offsetof(demo_request, dim), "Size of a head; default 64"},
-    {"seed", "N", parse_int64, offsetof(demo_request, seed), "Seed of the random tensors; default 1"},
+    {"context", "N", parse_count, offsetof(demo_request, context), "Queries and keys", .initial = 16384},
+    {"heads", "N", parse_count, offsetof(demo_request, heads), "Heads", .initial = 1},
+    {"dim", "N", parse_count, offsetof(demo_request, dim), "Size of a head", .initial = 64},
+    {"seed", "N", parse_int64, offsetof(demo_request, seed), "Seed of the random tensors", .initial = 1},
     {0},
 };
 
@@ -169,7 +169,7 @@ static void print_demo(const kl_results *results, const kl_inputs *inputs)
 int cmd_demo(int argc, char **argv)
 {
     static const command_line command = {doc, groups, NULL};
-    demo_request request = {.context = 16384, .heads = 1, .dim = 64, .seed = 1, .options = skl_options_default()};
+    demo_request request = {.options = options_watched()};
     options_parse(&command, argc, argv, &request);
     kl_inputs inputs;
     stored_tensor stored[ROLE_REQUIRED_COUNT];

@@ -44,11 +44,11 @@ static const cli_option output_options[] = {
 
 static const cli_option shape_options[] = {
     {"batch", "N", parse_count, offsetof(info_request, problem.batch), "Sequences; default 1"},
-    {"context", "N", parse_count, offsetof(info_request, context), "Queries and keys per sequence; default 4096"},
-    {"heads", "N", parse_count, offsetof(info_request, heads), "Heads; default 1"},
+    {"context", "N", parse_count, offsetof(info_request, context), "Queries and keys per sequence", .initial = 4096},
+    {"heads", "N", parse_count, offsetof(info_request, heads), "Heads", .initial = 1},
     {"key-heads", "N", parse_count, offsetof(info_request, problem.key_heads_t),
      "Key heads of the teacher; default the number of heads"},
-    {"dim", "N", parse_count, offsetof(info_request, dim), "Head size; default 64"},
+    {"dim", "N", parse_count, offsetof(info_request, dim), "Head size", .initial = 64},
     {"dtype", "f32|f16|bf16", parse_dtype, offsetof(info_request, dtype), "Type of the tensors; default f32"},
     {"grad-f32", NULL, parse_flag, offsetof(info_request, problem.grad_f32),
      "Gradients in f32 instead of the type of the tensors"},
@@ -72,8 +72,7 @@ static const option_group groups[] = {
 static void parse_command_line(info_request *request, int argc, char **argv)
 {
     static const command_line command = {doc, groups, NULL};
-    *request = (info_request){
-        .context = 4096, .heads = 1, .dim = 64, .problem = skl_problem_default(), .options = skl_options_default()};
+    *request = (info_request){.problem = skl_problem_default(), .options = skl_options_default()};
     options_parse(&command, argc, argv, request);
     if (request->options.gpu != NULL)
         request->options.device = SKL_CUDA;

@@ -1,5 +1,4 @@
 /* Files that change while they are mapped: no crash, and a message before results are used. */
-#define _DEFAULT_SOURCE /* MAP_ANONYMOUS, getpagesize() */
 
 #include <setjmp.h>
 #include <stdarg.h>

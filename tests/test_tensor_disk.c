@@ -1,5 +1,4 @@
 /* Tensor files on disk: opening paths of every kind, and writing files that are complete or absent. */
-#define _POSIX_C_SOURCE 200809L
 
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,4 +1,3 @@
-#define _POSIX_C_SOURCE 200809L /* open_memstream */
 /* Pictures and pages: palettes, scales, hostile texts. tests/cli/test_map.py decodes the pixels. */
 #include "view/page.h"
 #include "view/figure.h"

@@ -246,7 +246,7 @@ skl_status bench_measure(bench_report *report, const blas *library, int64_t leng
     skl_status status = open_session(session, config, library, length, dim);
     const double begin = clock_seconds(), waiting_begin = machine_waiting_seconds();
     if (status == SKL_OK)
-        status = sampler_run(session->sampled, session->sampled_count, config->rounds, progress);
+        status = sampler_run(session->sampled, session->sampled_count, (int)config->rounds, progress);
     const double waited = machine_waiting_seconds() - waiting_begin;
     if (status == SKL_OK)
         append_points(report, session, length, dim, waited / (clock_seconds() - begin));
@@ -263,7 +263,7 @@ skl_status bench_measure_sgemm(const bench_config *config, const blas *library, 
     for (int i = 0; status == SKL_OK && i < config->threads.count; i++)
         add_sgemm(session, &session->entries[i], (int)config->threads.values[i]);
     if (status == SKL_OK)
-        status = sampler_run(session->sampled, session->sampled_count, config->rounds, progress);
+        status = sampler_run(session->sampled, session->sampled_count, (int)config->rounds, progress);
     for (int i = 0; status == SKL_OK && i < config->threads.count; i++)
         flops[i] = sgemm_flops(&session->entries[i]);
     close_session(session);

@@ -21,7 +21,7 @@ typedef struct bench_config {
     int32_t grad_f32, causal;
     skl_options engine; /* its kernel; `threads` above replaces its threads */
     int32_t no_baseline;
-    int32_t rounds;
+    int64_t rounds;
     int64_t max_memory; /* bytes of matrices beyond which the baseline is skipped */
 } bench_config;
 

@@ -81,21 +81,12 @@ static const char *parse_size(const char *text, void *value)
     return NULL;
 }
 
-static const char *parse_rounds(const char *text, void *value)
-{
-    int64_t rounds;
-    if (parse_count(text, &rounds) || rounds > SAMPLER_SAMPLES_MAX)
-        return "an integer from 1 to 512";
-    *(int32_t *)value = (int32_t)rounds;
-    return NULL;
-}
-
 #define CONFIG(member) offsetof(bench_request, config.member)
 
 static const cli_option problem[] = {
     {"lengths", "LIST", parse_list, CONFIG(lengths), "Context lengths N; default 1024,2048,4096,8192"},
     {"dims", "LIST", parse_list, CONFIG(dims), "Head sizes d; default 64,128"},
-    {"heads", "N", parse_count, CONFIG(heads), "Heads; default 1"},
+    {"heads", "N", parse_count, CONFIG(heads), "Heads", .initial = 1},
     {"dtype", "f32|f16|bf16", parse_dtype, CONFIG(dtype),
      "Type of the inputs; default f32. The baseline is always f32"},
     {"grad-f32", NULL, parse_flag, CONFIG(grad_f32), "Gradients in f32 instead of the type of the inputs"},
@@ -110,7 +101,8 @@ static const cli_option measurement[] = {
     {"no-baseline", NULL, parse_flag, CONFIG(no_baseline), "Time only streaming and sgemm"},
     {"max-memory", "SIZE", parse_size, CONFIG(max_memory),
      "Skip a baseline with larger matrices, such as 500M or 8G; default half of the free memory"},
-    {"repeat", "N", parse_rounds, CONFIG(rounds), "Rounds, of at least 0.2 s and one sample per method; default 5"},
+    {"repeat", "N", parse_count, CONFIG(rounds), "Rounds, of at least 0.2 s and one sample per method", .initial = 5,
+     .least = 1, .most = SAMPLER_SAMPLES_MAX},
     {0},
 };
 
@@ -129,8 +121,6 @@ static void parse_command_line(bench_request *request, int argc, char **argv)
         .lengths = {4, {1024, 2048, 4096, 8192}},
         .dims = {2, {64, 128}},
         .threads = {1, {1}},
-        .heads = 1,
-        .rounds = 5,
         .max_memory = machine_available_memory() / 2,
         .engine = skl_options_default(),
     };

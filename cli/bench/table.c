@@ -11,7 +11,7 @@ void bench_table_heading(const bench_report *report, const char *blas_descriptio
     const term_style style = term_style_for(stdout);
     printf("%sstreamkl %s%s on %s, %d core%s, %s\n", style.bold, skl_version(), style.plain, report->machine,
            report->cores, cli_plural(report->cores), report->date);
-    printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of at least %d sample%s per method\n",
+    printf("%s inputs, %s gradients, %" PRId64 " head%s, %s; median of at least %" PRId64 " sample%s per method\n",
            bench_type_name(config->dtype), bench_type_name(config->grad_f32 ? SKL_F32 : config->dtype), config->heads,
            cli_plural(config->heads), config->causal ? "causal" : "no mask", config->rounds,
            cli_plural(config->rounds));

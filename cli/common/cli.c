@@ -91,6 +91,23 @@ json_t *cli_json_number(double value)
     return json_string(isnan(value) ? "NaN" : value > 0 ? "Infinity" : "-Infinity");
 }
 
+json_t *cli_json_array(const void *values, size_t size, int rank, const int64_t *shape)
+{
+    int64_t stride = (int64_t)size;
+    for (int d = 1; d < rank; d++)
+        stride *= shape[d];
+    json_t *const array = json_array();
+    for (int64_t i = 0; i < shape[0]; i++) {
+        const void *const at = (const char *)values + i * stride;
+        if (rank > 1)
+            cli_json_append(array, cli_json_array(at, size, rank - 1, shape + 1));
+        else
+            cli_json_append(
+                array, cli_json_number(size == sizeof(float) ? (double)*(const float *)at : *(const double *)at));
+    }
+    return array;
+}
+
 json_t *cli_json_path(const char *path)
 {
     errno = 0;

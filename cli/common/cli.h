@@ -48,6 +48,9 @@ void *cli_allocate_zeros(size_t count, size_t size, const char *what);
  * and Number() of JavaScript accept. */
 json_t *cli_json_number(double value);
 
+/* Nested arrays of `rank` dimensions, of doubles or, if their size is that of a float, of floats. */
+json_t *cli_json_array(const void *values, size_t size, int rank, const int64_t *shape);
+
 /* The name of a file. JSON is UTF-8: in a name that is not, bytes beyond ASCII become '?'. */
 json_t *cli_json_path(const char *path);
 

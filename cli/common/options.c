@@ -1,5 +1,6 @@
 #include "cli/common/options.h"
 #include "cli/common/cli.h"
+#include "cli/term/term.h"
 #include "device/device.h"
 
 #include <assert.h>
@@ -127,9 +128,27 @@ static void store(const parse_state *parsing, int key, const char *text)
 {
     const option_group *const group = &parsing->command->groups[key / GROUP_KEYS - 1];
     const cli_option *const given = &group->options[key % GROUP_KEYS];
-    const char *const accepted = given->parse(text, parsing->request + group->target + given->offset);
+    char *const value = parsing->request + group->target + given->offset;
+    const char *const accepted = given->parse(text, value);
+    if (given->most && (accepted || *(int64_t *)value < given->least || *(int64_t *)value > given->most))
+        cli_fail(CLI_BAD_INPUT, "--%s=%s: must be an integer, %" PRId64 "..%" PRId64, given->name, text, given->least,
+                 given->most);
     if (accepted)
         cli_fail(CLI_BAD_INPUT, "--%s=%s: must be %s", given->name, text, accepted);
+}
+
+typedef struct option_doc {
+    char text[256];
+} option_doc;
+
+static option_doc doc_of(const cli_option *option)
+{
+    option_doc doc;
+    const size_t length = (size_t)snprintf(doc.text, sizeof doc.text, "%s", option->doc);
+    assert(length + 32 < sizeof doc.text);
+    if (option->initial)
+        snprintf(doc.text + length, sizeof doc.text - length, "; default %" PRId64, option->initial);
+    return doc;
 }
 
 static error_t parse_key(int key, char *text, struct argp_state *state)
@@ -155,13 +174,18 @@ static error_t parse_key(int key, char *text, struct argp_state *state)
 int options_parse(const command_line *command, int argc, char **argv, void *request)
 {
     struct argp_option all[OPTIONS_MAX] = {{0}};
+    option_doc docs[OPTIONS_MAX];
     int count = 0;
     for (int g = 0; command->groups[g].options; g++) {
         all[count++] = (struct argp_option){.doc = command->groups[g].title, .group = g + 1};
         for (const cli_option *o = command->groups[g].options; o->name; o++) {
             assert(count + 1 < OPTIONS_MAX);
             const int key = GROUP_KEYS * (1 + g) + (int)(o - command->groups[g].options);
-            all[count++] = (struct argp_option){o->name, key, o->argument, 0, o->doc, g + 1};
+            docs[count] = doc_of(o);
+            all[count] = (struct argp_option){o->name, key, o->argument, 0, docs[count].text, g + 1};
+            count++;
+            if (o->initial)
+                memcpy((char *)request + command->groups[g].target + o->offset, &o->initial, sizeof o->initial);
         }
     }
     const struct argp argp = {
@@ -260,6 +284,13 @@ const cli_option engine_options[] = {
      "A kernel that streamkl info lists; default STREAMKL_KERNEL, else the best"},
     {0},
 };
+
+skl_options options_watched(void)
+{
+    skl_options options = skl_options_default();
+    options.progress = term_progress_update;
+    return options;
+}
 
 void plan_check(skl_status status, const skl_options *options)
 {

@@ -15,6 +15,8 @@ typedef struct cli_option {
     option_parser *parse;
     size_t offset; /* of the value in the target of its group */
     const char *doc;
+    int64_t initial;     /* an int64_t before the command line is read; the help names it; 0: as it was */
+    int64_t least, most; /* limits of an int64_t; 0, 0: those of the parser */
 } cli_option;
 
 /* Options that the help shows together, and whose values are in one struct. */
@@ -30,7 +32,8 @@ typedef struct command_line {
     const char *arguments; /* "FILE...": at least one must be given; NULL: none is accepted */
 } command_line;
 
-/* Parses a command line into `request`, or fails. Returns the number of arguments, which are then the last of argv.
+/* Stores the initial values, then parses a command line into `request`, or fails. Returns the number of arguments,
+ * which are then the last of argv.
  */
 int options_parse(const command_line *command, int argc, char **argv, void *request);
 
@@ -56,6 +59,8 @@ const char *direction_name(skl_direction direction);    /* "forward", "reverse" 
 const char *direction_formula(skl_direction direction); /* "teacher || student", "student || teacher" */
 const char *device_name(skl_device device);
 const char *dtype_name(skl_dtype dtype);
+
+skl_options options_watched(void); /* the default, with a line of progress on the terminal */
 
 /* Creates a plan, or fails with the reason, naming --device if that is the cause. */
 skl_plan *plan_create(const skl_problem *problem, const skl_options *options);

@@ -18,10 +18,9 @@ static size_t workspace_size_of(const skl_plan *plan, const skl_problem *problem
 void runner_open(plan_runner *runner, const skl_problem *problem, const skl_options *options)
 {
     *runner = (plan_runner){.device = options->device, .resident_begin = -1, .peak_growth = -1};
+    runner->watched = options->progress != NULL;
     runner->tensors = mirror_of(problem, options->device);
-    skl_options watched = *options;
-    watched.progress = term_progress_update;
-    runner->plan = plan_create(problem, &watched);
+    runner->plan = plan_create(problem, options);
     runner->workspace_size = workspace_size_of(runner->plan, problem);
     cli_check(device_open(options->device, options->device_index));
     cli_check(device_describe(options->device, &runner->gpu));
@@ -40,9 +39,10 @@ static void explain(plan_runner *runner, const skl_inputs *inputs, skl_op op)
 
 static void begin(plan_runner *runner, const char *label)
 {
-    if (runner->resident_begin < 0)
+    if (runner->watched && runner->resident_begin < 0)
         runner->resident_begin = resident_begin();
-    term_progress_begin(label);
+    if (runner->watched)
+        term_progress_begin(label);
     cli_check(device_timer_start(&runner->timer));
 }
 
@@ -51,8 +51,9 @@ static void end(plan_runner *runner, skl_status status, double *seconds)
     cli_check(status);
     cli_check(device_timer_stop(&runner->timer, seconds));
     cli_check(mirror_fetch(&runner->tensors));
-    term_progress_end();
-    if (runner->device == SKL_CPU)
+    if (runner->watched)
+        term_progress_end();
+    if (runner->watched && runner->device == SKL_CPU)
         runner->peak_growth = resident_peak_growth(runner->resident_begin);
 }
 
@@ -60,6 +61,7 @@ void runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_row
 {
     skl_inputs read = *inputs;
     skl_rows written = *rows;
+    mirror_destroy(&runner->tensors);
     cli_check(mirror_call(&runner->tensors, &read, &written, NULL));
     explain(runner, &read, SKL_OP_FORWARD);
     begin(runner, "forward");

@@ -7,6 +7,7 @@
 typedef struct plan_runner {
     skl_plan *plan;
     skl_device device;
+    bool watched;          /* the options have a progress: the runner shows it, and measures memory */
     device_properties gpu; /* empty on the CPU */
     mirror tensors;
     device_timer timer;
@@ -16,10 +17,10 @@ typedef struct plan_runner {
     char *explanations[SKL_OP_PARTIAL];       /* by operation; NULL: none */
     double forward_seconds, backward_seconds; /* of the kernels, without copies to and from a GPU */
     int64_t resident_begin;                   /* resident bytes before the first run */
-    int64_t peak_growth;                      /* peak growth since then; -1: unknown, or on a GPU */
+    int64_t peak_growth;                      /* peak growth since then; -1: unknown, on a GPU, or not watched */
 } plan_runner;
 
-/* Tensors are in host memory. */
+/* Tensors are in host memory. Until the next forward, an input is copied to a GPU only once. */
 void runner_open(plan_runner *runner, const skl_problem *problem, const skl_options *options);
 void runner_forward(plan_runner *runner, const skl_inputs *inputs, const skl_rows *rows);
 void runner_backward(plan_runner *runner, const skl_inputs *inputs, const skl_gradients *gradients);

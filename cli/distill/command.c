@@ -1,11 +1,11 @@
 /* streamkl distill: the command line and the order of the steps. */
-#include "device/device.h"
 #include "cli/common/cli.h"
+#include "cli/common/random.h"
 #include "cli/distill/distill.h"
-#include "cli/common/options.h"
 #include "cli/term/printable.h"
 #include "cli/term/term.h"
 #include "cli/io/file_write.h"
+#include "device/device.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -30,32 +30,33 @@ static const char doc[] =
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
 
-#define SETTING(member) offsetof(distill_request, settings.member)
+#define SETTING(member) offsetof(distill_settings, member)
 
 static const char *parse_rate(const char *text, void *value)
 {
     return parse_float(text, value) || *(float *)value <= 0 ? "a number above 0" : NULL;
 }
 
-static const cli_option task_options[] = {
-    {"context", "N", parse_count, SETTING(context), "Tokens per sequence; default 8192"},
-    {"needles", "N", parse_count, SETTING(needles), "Definitions per sequence, 1 to 256; default 32"},
-    {"hidden", "N", parse_count, SETTING(hidden), "Size of a hidden state; default 64"},
-    {"heads-t", "N", parse_count, SETTING(heads_t), "Heads of the teacher, a multiple of the student's; default 4"},
-    {"dim-t", "N", parse_count, SETTING(dim_t), "Size of a teacher head; default 48"},
-    {"heads-s", "N", parse_count, SETTING(heads_s), "Heads of the student; default 2"},
-    {"dim-s", "N", parse_count, SETTING(dim_s), "Size of a student head; default 32"},
+/* No product of the settings overflows 64 bits. */
+const cli_option distill_task_options[] = {
+    {"context", "N", parse_count, SETTING(context), "Tokens per sequence", 8192, TASK_CONTEXT_MIN, INT32_MAX},
+    {"needles", "N", parse_count, SETTING(needles), "Definitions per sequence, 1 to 256", 32, 1, TASK_NEEDLES_MAX},
+    {"hidden", "N", parse_count, SETTING(hidden), "Size of a hidden state", 64, TASK_WIDTH_MIN, 65536},
+    {"heads-t", "N", parse_count, SETTING(heads_t), "Heads of the teacher, a multiple of the student's", 4, 1, 1024},
+    {"dim-t", "N", parse_count, SETTING(dim_t), "Size of a teacher head", 48, TASK_DIM_MIN, 512},
+    {"heads-s", "N", parse_count, SETTING(heads_s), "Heads of the student", 2, 1, 1024},
+    {"dim-s", "N", parse_count, SETTING(dim_s), "Size of a student head", 32, 1, 512},
     {0},
 };
 
-static const cli_option training_options[] = {
-    {"steps", "N", parse_count, SETTING(steps), "Steps of Adam; default 160"},
-    {"batch", "N", parse_count, SETTING(batch), "Sequences per step; default 1"},
+const cli_option distill_training_options[] = {
+    {"steps", "N", parse_count, SETTING(steps), "Steps of Adam", 160, 1, 1 << 24},
+    {"batch", "N", parse_count, SETTING(batch), "Sequences per step", 1, 1, 1 << 20},
     {"rate", "X", parse_rate, SETTING(rate), "Peak learning rate, with warm-up and cosine decay; default 0.05"},
     {"direction", "forward|reverse", parse_direction, SETTING(direction),
      "KL(teacher || student), the default, or KL(student || teacher)"},
-    {"seed", "N", parse_int64, SETTING(seed), "Seed of data and initial weights; default 1"},
-    {"held-out", "N", parse_count, SETTING(held_out), "Sequences for evaluation only; default 4"},
+    {"seed", "N", parse_int64, SETTING(seed), "Seed of data and initial weights", 1},
+    {"held-out", "N", parse_count, SETTING(held_out), "Sequences for evaluation only", 4, 1, 1024},
     {0},
 };
 
@@ -67,8 +68,8 @@ static const cli_option result_options[] = {
 };
 
 static const option_group groups[] = {
-    {"Task:", task_options, 0},
-    {"Training:", training_options, 0},
+    {"Task:", distill_task_options, offsetof(distill_request, settings)},
+    {"Training:", distill_training_options, offsetof(distill_request, settings)},
     {"Result:", result_options, 0},
     {"Engine:", engine_options, offsetof(distill_request, options)},
     {0},
@@ -96,23 +97,41 @@ static void make_folder(const distill_request *request)
     file_outputs_check(outputs, 2, NULL, 0);
 }
 
+static void check_settings(const distill_settings *settings)
+{
+    if (settings->heads_t % settings->heads_s != 0)
+        cli_fail(CLI_BAD_INPUT, "--heads-t=%" PRId64 ": must be a multiple of --heads-s=%" PRId64, settings->heads_t,
+                 settings->heads_s);
+    if (settings->needles > settings->context / 4)
+        cli_fail(CLI_BAD_INPUT, "--needles=%" PRId64 ": must be at most a quarter of --context=%" PRId64,
+                 settings->needles, settings->context);
+}
+
 static void open_run(distill_run *run)
 {
-    const distill_request *const request = run->request;
-    const distill_source *const source = run->source;
-    plan_check(attention_pair_open(&run->pair, &source->shape, &request->options, run->pair.threads),
-               &request->options);
-    cli_check(student_allocate(&run->student, &source->initial_student));
-    const size_t room = (size_t)request->settings.steps + 1;
-    float **const histories[] = {&run->history.loss, &run->history.evaluation_step, &run->history.evaluation_kl};
+    enum { STREAM_INITIAL_STUDENT = 301 };
+    const distill_settings *const s = &run->request->settings;
+    const skl_options *const options = &run->request->options;
+    const layer_shape student = {s->hidden, s->heads_s, s->dim_s};
+    const task_shape task = {
+        s->context, s->needles, {s->hidden, s->heads_t, s->dim_t}, s->heads_t / s->heads_s, (uint64_t)s->seed};
+    const int threads = options->threads > 0 ? options->threads : machine_cores();
+    task_create(&run->task, &task, threads);
+    attention_pair_open(&run->pair, &task, student, s->direction, options, threads);
+    run->initial_student = layer_zeros(student);
+    layer_randomise(&run->initial_student, random_stream(task.seed, STREAM_INITIAL_STUDENT, 0));
+    run->student = student_of(&run->initial_student);
+    double **const histories[] = {&run->history.loss, &run->history.evaluation_step, &run->history.evaluation_kl};
     for (size_t h = 0; h < sizeof histories / sizeof histories[0]; h++)
-        *histories[h] = cli_allocate_zeros(room, sizeof(float), "the history");
+        *histories[h] = cli_allocate_zeros((size_t)s->steps + 1, sizeof(double), "the history");
 }
 
 static void close_run(distill_run *run)
 {
     attention_pair_close(&run->pair);
     student_free(&run->student);
+    task_free(&run->task);
+    free(run->initial_student.w_q);
     free(run->history.loss);
     free(run->history.evaluation_step);
     free(run->history.evaluation_kl);
@@ -131,18 +150,12 @@ static void print_title(const distill_run *run)
            direction_formula(s->direction));
 }
 
-static void evaluate_student(distill_run *run, evaluation *result, const layer *student)
-{
-    static const volatile int never = 0;
-    cli_check(evaluate(result, &run->pair, &run->source->task.teacher, student, &run->source->sequences,
-                       run->request->settings.held_out, &never));
-}
-
 /* Evaluates the students before and after training on all held-out sequences, and writes the results. */
 static void finish(distill_run *run)
 {
-    evaluate_student(run, &run->before, &run->source->initial_student);
-    evaluate_student(run, &run->after, &run->student.weights);
+    const int64_t held_out = run->request->settings.held_out;
+    run->before = evaluate(&run->pair, &run->task, &run->initial_student, held_out);
+    run->after = evaluate(&run->pair, &run->task, &run->student.weights, held_out);
     distill_student_save(run);
     distill_report_write(run);
     file_write_commit();
@@ -160,28 +173,12 @@ int cmd_distill(int argc, char **argv)
     enum { STOPPED = 130 }; /* 128 + SIGINT, the convention of shells */
     static const command_line command = {doc, groups, NULL};
     distill_request request = {
-        .settings = {.context = 8192,
-                     .needles = 32,
-                     .hidden = 64,
-                     .heads_t = 4,
-                     .heads_s = 2,
-                     .dim_t = 48,
-                     .dim_s = 32,
-                     .steps = 160,
-                     .batch = 1,
-                     .held_out = 4,
-                     .seed = 1,
-                     .rate = 0.05F},
-        .options = skl_options_default(),
-        .folder = "streamkl-distill",
-    };
+        .settings = {.rate = 0.05F}, .options = skl_options_default(), .folder = "streamkl-distill"};
     options_parse(&command, argc, argv, &request);
+    check_settings(&request.settings);
     signal(SIGINT, stop_on_signal);
     signal(SIGTERM, stop_on_signal);
-    distill_source source = {.sequences = {NULL, NULL}};
-    distill_run run = {.request = &request, .source = &source};
-    run.pair.threads = request.options.threads > 0 ? request.options.threads : machine_cores();
-    distill_source_open(&source, &request.settings, run.pair.threads);
+    distill_run run = {.request = &request};
     open_run(&run);
     make_folder(&request);
     if (!request.json)
@@ -192,6 +189,5 @@ int cmd_distill(int argc, char **argv)
         printf("Stopped at step %" PRId64 "\n", run.student.step);
     finish(&run);
     close_run(&run);
-    distill_source_close(&source);
     return stopped ? STOPPED : CLI_OK;
 }

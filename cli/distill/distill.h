@@ -1,14 +1,12 @@
-/* streamkl distill: settings (command line) -> source of sequences -> training -> weights and report. */
+/* streamkl distill: settings (command line) -> task -> training -> weights and report. */
 #ifndef STREAMKL_CLI_DISTILL_DISTILL_H
 #define STREAMKL_CLI_DISTILL_DISTILL_H
 
-#include "distill/evaluate.h"
-#include "distill/task.h"
-#include "distill/train.h"
+#include "cli/common/options.h"
+#include "cli/distill/pair.h"
+#include "cli/map/attention_map.h"
 
-#include <stdbool.h>
-
-/* Everything that affects the results of a run. Counts are int64_t, so that one table lists them all. */
+/* Everything that affects the results of a run. */
 typedef struct distill_settings {
     int64_t context, needles, hidden;
     int64_t heads_t, dim_t, heads_s, dim_s;
@@ -17,6 +15,8 @@ typedef struct distill_settings {
     skl_direction direction;
 } distill_settings;
 
+extern const cli_option distill_task_options[], distill_training_options[]; /* of distill_settings */
+
 typedef struct distill_request {
     distill_settings settings;
     skl_options options;
@@ -24,32 +24,19 @@ typedef struct distill_request {
     int32_t json;
 } distill_request;
 
-/* ---- Sequences and layers ----------------------------------------------------------------------------------- */
-
-typedef struct distill_source {
-    attention_pair_shape shape;
-    retrieval_task task;       /* contains the teacher */
-    sequence_source sequences; /* those of the task */
-    layer initial_student;     /* before training */
-} distill_source;
-
-void distill_source_open(distill_source *source, const distill_settings *settings, int threads); /* CPU threads */
-void distill_source_close(distill_source *source);
-
-/* ---- The run ------------------------------------------------------------------------------------------------ */
-
 /* The loss of every step, and evaluations at regular intervals. */
 typedef struct distill_history {
-    float *loss; /* [steps] */
+    double *loss; /* [steps] */
     int64_t evaluation_count;
-    float *evaluation_step, *evaluation_kl; /* at most [steps + 1] */
-    double seconds;                         /* of training */
-    double tokens;                          /* trained on */
+    double *evaluation_step, *evaluation_kl; /* at most [steps + 1] */
+    double seconds;                          /* of training */
+    double tokens;                           /* trained on */
 } distill_history;
 
 typedef struct distill_run {
     const distill_request *request;
-    distill_source *source;
+    retrieval_task task;   /* contains the teacher */
+    layer initial_student; /* before training */
     attention_pair pair;
     student_model student;
     distill_history history;
@@ -60,6 +47,10 @@ typedef struct distill_run {
 extern volatile int distill_stop; /* set by Ctrl-C */
 
 void distill_train(distill_run *run);
+
+/* Takes the next step on the attention KL, the mean over rows, heads and sequences of a batch before the update: puts
+ * it into *mean_kl. False if distill_stop is set in the middle of the batch; the student is not updated then. */
+bool distill_step(distill_run *run, double *mean_kl);
 
 /* DIR/student.safetensors: w_q and w_k [heads, dim, hidden]. */
 void distill_student_save(const distill_run *run);
@@ -78,5 +69,25 @@ distill_path distill_path_of(const distill_request *request, const char *name);
 
 /* KL before training / KL after training. */
 double distill_kl_ratio(const distill_run *run);
+
+/* ---- What the report shows of one sequence ------------------------------------------------------------------- */
+
+enum { LOOK_BUCKETS_MAX = 40 };
+
+/* How far one attention looks on a sequence, and how spread it is. */
+typedef struct look {
+    int32_t buckets;
+    double share[LOOK_BUCKETS_MAX]; /* of the attention, by distance: 0, 1, 2 to 3, 4 to 7, ...; mean over heads */
+    double entropy[EVALUATE_HEADS_MAX]; /* nats; mean over rows: of a student head, or of its teacher heads */
+} look;
+
+/* Teacher and student on the first held-out sequence. */
+typedef struct distill_views {
+    attention_map map_before, map_after;
+    look teacher, before, after;
+} distill_views;
+
+void distill_views_compute(distill_views *views, distill_run *run);
+void distill_views_free(distill_views *views);
 
 #endif

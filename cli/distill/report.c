@@ -1,12 +1,9 @@
 /* report.html: the result of a run on one self-contained page. */
-#include "device/device.h"
 #include "cli/common/cli.h"
-#include "cli/distill/distill.h"
-#include "cli/distill/document.h"
-#include "cli/distill/views.h"
-#include "cli/common/options.h"
 #include "cli/common/workload.h"
+#include "cli/distill/distill.h"
 #include "cli/io/file_write.h"
+#include "device/device.h"
 #include "view/page.h"
 #include "view/picture.h"
 
@@ -16,30 +13,71 @@
 
 enum { MAP_HEADS_MAX = 8 };
 
+/* ---- Parts of the document, as JSON: view/report.html says what they consist of ------------------------------ */
+
+static json_t *numbers_of(const double *values, int64_t count)
+{
+    return cli_json_array(values, sizeof *values, 1, &count);
+}
+
+/* A curve of a chart. `style` is a class of the page: teacher, before, after or loss. */
+static json_t *curve(const char *name, const char *style, bool dots, const double *x, const double *y, int64_t count)
+{
+    return json_pack("{ss ss sb so so}", "name", name, "style", style, "dots", dots, "x", numbers_of(x, count), "y",
+                     numbers_of(y, count));
+}
+
+/* A chart of curves. The axis of y is logarithmic. */
+static json_t *lines(const char *title, const char *x_label, double x_max, json_t *first, json_t *second)
+{
+    return json_pack("{ss ss ss sf sb s[oo]}", "kind", "lines", "title", title, "x_label", x_label, "x_max", x_max,
+                     "log_y", 1, "series", first, second);
+}
+
+/* Shares, 0..1, of teacher and student before and after training: a bar of each for every group. The axis ends at the
+ * next step above `top`. */
+static json_t *bars(const char *title, const char *x_label, double top, json_t *groups, const double *teacher,
+                    const double *before, const double *after)
+{
+    const char *const names[] = {"teacher", "before", "after"};
+    const double *const values[] = {teacher, before, after};
+    json_t *const series = json_array();
+    for (int s = 0; s < 3; s++)
+        cli_json_append(series, json_pack("{ss ss so}", "name", names[s], "style", names[s], "y",
+                                          numbers_of(values[s], (int64_t)json_array_size(groups))));
+    return json_pack("{ss ss ss sf so so}", "kind", "bars", "title", title, "x_label", x_label, "top", top, "groups",
+                     groups, "series", series);
+}
+
+static json_t *figure(json_t *value, const char *label, json_t *detail)
+{
+    return json_pack("{so ss so}", "value", value, "label", label, "detail", detail);
+}
+
+static json_t *section(const char *title, const char *lead, json_t *blocks)
+{
+    return json_pack("{ss ss so}", "title", title, "lead", lead, "blocks", blocks);
+}
+
 /* ---- Key figures -------------------------------------------------------------------------------------------- */
 
 static json_t *figures(const distill_run *run)
 {
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     const double materialized = workload_of(&run->pair.problem, &inputs).materialized_size;
-    json_t *const all = json_array();
-    cli_json_append(
-        all, document_figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
-                             json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))));
-    cli_json_append(
-        all, document_figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
-                             json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
-                                          100 * evaluate_hit_rate_t(&run->after.all),
-                                          100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)));
-    cli_json_append(all,
-                    document_figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
-                                    json_sprintf("materialized, the matrices of a step would take %s",
-                                                 cli_bytes_text(materialized).text)));
-    cli_json_append(all,
-                    document_figure(json_sprintf("%.0f s", run->history.seconds), "of training",
-                                    json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
-                                                 run->request->settings.batch * run->request->settings.context)));
-    return all;
+    return json_pack(
+        "[oooo]",
+        figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
+               json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))),
+        figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
+               json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
+                            100 * evaluate_hit_rate_t(&run->after.all), 100 * evaluate_hit_rate_s(&run->before.all),
+                            run->after.all.references)),
+        figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
+               json_sprintf("materialized, the matrices of a step would take %s", cli_bytes_text(materialized).text)),
+        figure(json_sprintf("%.0f s", run->history.seconds), "of training",
+               json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+                            run->request->settings.batch * run->request->settings.context)));
 }
 
 /* ---- Curves ------------------------------------------------------------------------------------------------- */
@@ -55,19 +93,14 @@ static json_t *kl_by_step(const distill_run *run)
         const int64_t begin = steps * p / points, end = steps * (p + 1) / points;
         double sum = 0;
         for (int64_t step = begin; step < end; step++)
-            sum += (double)history->loss[step];
+            sum += history->loss[step];
         x[p] = (double)begin;
         y[p] = sum / (double)(end - begin);
     }
-    json_t *const held_out_x = json_array(), *const held_out_y = json_array();
-    for (int64_t e = 0; e < history->evaluation_count; e++) {
-        cli_json_append(held_out_x, json_integer((json_int_t)history->evaluation_step[e]));
-        cli_json_append(held_out_y, cli_json_number((double)history->evaluation_kl[e]));
-    }
-    json_t *const held_out = json_pack("{ss ss so so sb}", "name", "held out", "style", "after", "x", held_out_x, "y",
-                                       held_out_y, "dots", 1);
-    return document_lines("KL by step", "step", (double)run->request->settings.steps,
-                          json_pack("[oo]", document_series("training", "loss", x, y, points), held_out));
+    return lines("KL by step", "step", (double)run->request->settings.steps,
+                 curve("training", "loss", false, x, y, points),
+                 curve("held out", "after", true, history->evaluation_step, history->evaluation_kl,
+                       history->evaluation_count));
 }
 
 static json_t *kl_by_position(const distill_run *run)
@@ -76,9 +109,9 @@ static json_t *kl_by_position(const distill_run *run)
     for (int b = 0; b < EVALUATE_POSITIONS; b++)
         x[b] = (b + 0.5) * (double)run->pair.problem.len_q / EVALUATE_POSITIONS;
     const int64_t count = run->pair.problem.len_q < EVALUATE_POSITIONS ? 0 : EVALUATE_POSITIONS;
-    return document_lines("KL by position", "position of the query", (double)run->pair.problem.len_q,
-                          json_pack("[oo]", document_series("before", "before", x, run->before.kl_position, count),
-                                    document_series("after", "after", x, run->after.kl_position, count)));
+    return lines("KL by position", "position of the query", (double)run->pair.problem.len_q,
+                 curve("before", "before", false, x, run->before.kl_position, count),
+                 curve("after", "after", false, x, run->after.kl_position, count));
 }
 
 typedef struct heads_text {
@@ -100,7 +133,6 @@ static heads_text teacher_heads(const skl_problem *problem, int64_t head)
 
 static json_t *kl_by_head(const distill_run *run)
 {
-    static const char *const header[] = {"head", "learns from", "before", "after", "times smaller", NULL};
     const int64_t heads = run->pair.problem.heads_s;
     json_t *const rows = json_array();
     for (int64_t head = 0; head < heads && head < EVALUATE_HEADS_MAX; head++) {
@@ -111,12 +143,13 @@ static json_t *kl_by_head(const distill_run *run)
                                   json_string(teacher_heads(&run->pair.problem, head).text), cli_json_number(before),
                                   cli_json_number(after), json_sprintf("%.0f", before / after)));
     }
-    return document_table("KL by head", header, rows, json_null());
+    return json_pack("{ss ss s[sssss] so}", "kind", "table", "title", "KL by head", "header", "head", "learns from",
+                     "before", "after", "times smaller", "rows", rows);
 }
 
 static json_t *training_section(const distill_run *run)
 {
-    return document_section(
+    return section(
         "Training",
         "Attention KL in nats, mean over rows and heads. The student is never trained on held-out sequences; each "
         "sequence has different definitions.",
@@ -135,13 +168,12 @@ static json_t *found_by_depth(const distill_run *run)
         after[d] = evaluate_hit_rate_s(&run->after.depths[d]);
         cli_json_append(groups, json_sprintf("%d", 100 * d / EVALUATE_DEPTHS));
     }
-    const document_shares shares = {teacher, before, after, 1};
-    return document_bars("Definitions found, by depth", "depth of the definition, % of the context", groups, &shares);
+    return bars("Definitions found, by depth", "depth of the definition, % of the context", 1, groups, teacher,
+                before, after);
 }
 
 static json_t *kl_by_depth(const distill_run *run)
 {
-    static const char *const header[] = {"depth", "references", "KL before", "KL after", NULL};
     json_t *const rows = json_array();
     for (int d = 0; d < EVALUATE_DEPTHS; d++) {
         const depth_score *const first = &run->before.depths[d], *const last = &run->after.depths[d];
@@ -152,16 +184,17 @@ static json_t *kl_by_depth(const distill_run *run)
                                 (json_int_t)last->references, cli_json_number(first->kl / (double)first->references),
                                 cli_json_number(last->kl / (double)last->references)));
     }
-    return document_table("KL of the references", header, rows, json_null());
+    return json_pack("{ss ss s[ssss] so}", "kind", "table", "title", "KL of the references", "header", "depth",
+                     "references", "KL before", "KL after", "rows", rows);
 }
 
 static json_t *depths_section(const distill_run *run)
 {
-    return document_section("Does the student use the whole context?",
-                            "A reference needs one definition before it. It counts as found if a retrieval head "
-                            "gives the definition more "
-                            "than half of its attention, despite distractors all over the context.",
-                            json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
+    return section("Does the student use the whole context?",
+                   "A reference needs one definition before it. It counts as found if a retrieval head "
+                   "gives the definition more "
+                   "than half of its attention, despite distractors all over the context.",
+                   json_pack("[oo]", found_by_depth(run), kl_by_depth(run)));
 }
 
 /* ---- Distances ---------------------------------------------------------------------------------------------- */
@@ -178,30 +211,29 @@ static json_t *attention_by_distance(const distill_views *views)
             groups, json_sprintf(begin < 1024 ? "%" PRId64 : "%" PRId64 "K", begin < 1024 ? begin : begin / 1024));
         top = fmax(top, fmax(teacher->share[n], fmax(before->share[n], after->share[n])));
     }
-    const document_shares shares = {teacher->share, before->share, after->share, top};
-    return document_bars("Attention by distance", "tokens between query and key, from", groups, &shares);
+    return bars("Attention by distance", "tokens between query and key, from", top, groups, teacher->share,
+                before->share, after->share);
 }
 
 static json_t *entropy_by_head(const distill_run *run, const distill_views *views)
 {
-    static const char *const header[] = {"head", "teacher", "before", "after", NULL};
     json_t *const rows = json_array();
     for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
         cli_json_append(rows, json_pack("[oooo]", json_sprintf("%" PRId64, head),
                                         cli_json_number(views->teacher.entropy[head]),
                                         cli_json_number(views->before.entropy[head]),
                                         cli_json_number(views->after.entropy[head])));
-    return document_table("Entropy by head, nats", header, rows,
-                          json_string("Mean over rows; that of the teacher also over the heads of a group."));
+    return json_pack("{ss ss s[ssss] so ss}", "kind", "table", "title", "Entropy by head, nats", "header", "head",
+                     "teacher", "before", "after", "rows", rows, "note",
+                     "Mean over rows; that of the teacher also over the heads of a group.");
 }
 
 static json_t *distances_section(const distill_run *run, const distill_views *views)
 {
-    return document_section(
-        "How far do they look?",
-        "The attention of teacher and student to keys on one held-out sequence, by how many tokens "
-        "they are apart: mean over heads and rows.",
-        json_pack("[oo]", attention_by_distance(views), entropy_by_head(run, views)));
+    return section("How far do they look?",
+                   "The attention of teacher and student to keys on one held-out sequence, by how many tokens "
+                   "they are apart: mean over heads and rows.",
+                   json_pack("[oo]", attention_by_distance(views), entropy_by_head(run, views)));
 }
 
 /* ---- Maps --------------------------------------------------------------------------------------------------- */
@@ -210,7 +242,7 @@ static json_t *drawn_map(const char *caption, const char *palette, const attenti
                          double top)
 {
     return json_pack("{ss ss sf so}", "caption", caption, "palette", palette, "top", top, "values",
-                     document_matrix(values, map->rows, map->columns));
+                     cli_json_array(values, sizeof *values, 2, (const int64_t[]){map->rows, map->columns}));
 }
 
 static json_t *head_maps(const distill_run *run, const distill_views *views, int64_t head)
@@ -235,7 +267,7 @@ static json_t *maps_section(const distill_run *run, const distill_views *views)
     json_t *const blocks = json_array();
     for (int64_t head = 0; head < views->map_after.heads && head < MAP_HEADS_MAX; head++)
         cli_json_append(blocks, head_maps(run, views, head));
-    return document_section(
+    return section(
         "Attention maps",
         "Attention on one held-out sequence, pooled into buckets: queries from top to bottom, keys from left to "
         "right, numbered by token. Brightness is the square root of the attention, with one scale per head, clipped "
@@ -246,41 +278,23 @@ static json_t *maps_section(const distill_run *run, const distill_views *views)
 
 /* ---- Settings ----------------------------------------------------------------------------------------------- */
 
-/* The settings that are counts, by the name of their option. */
-static const struct {
-    const char *name;
-    size_t offset;
-} counts[] = {
-    {"context", offsetof(distill_settings, context)}, {"needles", offsetof(distill_settings, needles)},
-    {"hidden", offsetof(distill_settings, hidden)},   {"heads-t", offsetof(distill_settings, heads_t)},
-    {"dim-t", offsetof(distill_settings, dim_t)},     {"heads-s", offsetof(distill_settings, heads_s)},
-    {"dim-s", offsetof(distill_settings, dim_s)},     {"steps", offsetof(distill_settings, steps)},
-    {"batch", offsetof(distill_settings, batch)},     {"held-out", offsetof(distill_settings, held_out)},
-    {"seed", offsetof(distill_settings, seed)},
-};
-enum { COUNTS = sizeof counts / sizeof counts[0] };
-
-static int64_t count_of(const distill_settings *settings, size_t index)
+/* Adds the options whose values are integers to a command line. */
+static void add_counts(char *line, size_t size, const cli_option *options, const distill_settings *settings)
 {
-    return *(const int64_t *)((const char *)settings + counts[index].offset);
+    for (; options->name; options++)
+        if (options->parse == parse_count || options->parse == parse_int64)
+            snprintf(line + strlen(line), size - strlen(line), " --%s %" PRId64, options->name,
+                     *(const int64_t *)((const char *)settings + options->offset));
 }
 
 static json_t *command_block(const distill_settings *settings)
 {
-    char *text = NULL;
-    size_t size;
-    FILE *const stream = open_memstream(&text, &size);
-    if (stream == NULL)
-        return NULL;
-    fprintf(stream, "streamkl distill");
-    for (size_t c = 0; c < COUNTS; c++)
-        fprintf(stream, " --%s %" PRId64, counts[c].name, count_of(settings, c));
-    fprintf(stream, " --rate %g --direction %s", (double)settings->rate, direction_name(settings->direction));
-    const bool complete = !ferror(stream);
-    json_t *const block =
-        json_pack("{ss so}", "kind", "command", "text", fclose(stream) == 0 && complete ? cli_json_path(text) : NULL);
-    free(text);
-    return block;
+    char counts[640] = "";
+    add_counts(counts, sizeof counts, distill_task_options, settings);
+    add_counts(counts, sizeof counts, distill_training_options, settings);
+    return json_pack("{ss so}", "kind", "command", "text",
+                     json_sprintf("streamkl distill%s --rate %g --direction %s", counts, (double)settings->rate,
+                                  direction_name(settings->direction)));
 }
 
 static void add_setting(json_t *rows, const char *name, json_t *value)
@@ -294,7 +308,7 @@ static json_t *settings_section(const distill_run *run)
     char text[160];
     json_t *const rows = json_array();
     add_setting(rows, "steps done", json_sprintf("%" PRId64 " of %" PRId64, run->student.step, settings->steps));
-    add_setting(rows, "kernel", json_string(skl_plan_kernel(run->pair.plan)));
+    add_setting(rows, "kernel", json_string(skl_plan_kernel(run->pair.runner.plan)));
     machine_cpu_model(text, sizeof text);
     add_setting(rows, "CPU", cli_json_path(text));
     add_setting(rows, "threads", json_sprintf("%d", run->pair.threads));
@@ -302,9 +316,8 @@ static json_t *settings_section(const distill_run *run)
     add_setting(rows, "date", cli_json_path(text));
     add_setting(rows, "library", json_string(skl_build_info()));
     json_t *const table = json_pack("{ss so sb}", "kind", "table", "rows", rows, "plain", 1);
-    return document_section("Reproducing this run",
-                            "The same command on the same machine gives bitwise equal weights.",
-                            json_pack("[oo]", command_block(settings), table));
+    return section("Reproducing this run", "The same command on the same machine gives bitwise equal weights.",
+                   json_pack("[oo]", command_block(settings), table));
 }
 
 /* ---- The page ----------------------------------------------------------------------------------------------- */
@@ -353,9 +366,8 @@ void distill_report_write(distill_run *run)
 {
     enum { DIGITS = 5 }; /* a report is looked at */
     distill_views views;
-    const int64_t peak_of_training = resident_peak(); /* statistics begin a new measurement */
     distill_views_compute(&views, run);
-    run->peak = resident_peak() > peak_of_training ? resident_peak() : peak_of_training;
+    run->peak = resident_peak();
     json_t *const document = document_of(run, &views);
     char *const json = document ? json_dumps(document, JSON_COMPACT | JSON_REAL_PRECISION(DIGITS)) : NULL;
     if (json == NULL)

@@ -33,10 +33,10 @@ void distill_student_save(const distill_run *run)
     const layer *const weights = &run->student.weights;
     const layer_shape *const shape = &weights->shape;
     float *const w_q = transposed(weights->w_q, shape->width, shape->heads * shape->dim);
-    float *const w_k = transposed(weights->w_k, shape->width, shape->key_heads * shape->dim);
+    float *const w_k = transposed(weights->w_k, shape->width, shape->heads * shape->dim);
     const output_tensor output[] = {
         {"w_q", SKL_F32, 3, {shape->heads, shape->dim, shape->width}, w_q},
-        {"w_k", SKL_F32, 3, {shape->key_heads, shape->dim, shape->width}, w_k},
+        {"w_k", SKL_F32, 3, {shape->heads, shape->dim, shape->width}, w_k},
     };
     file_write_tensors(distill_path_of(run->request, "student.safetensors").text, output, 2, NULL, 0);
     free(w_q);
@@ -89,7 +89,7 @@ void distill_print_result(const distill_run *run)
            style.bold, style.plain, cli_bytes_text((double)run->peak).text,
            cli_bytes_text(work.materialized_size).text);
     printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
-           skl_plan_kernel(run->pair.plan));
+           skl_plan_kernel(run->pair.runner.plan));
 }
 
 /* ---- JSON --------------------------------------------------------------------------------------------------- */
@@ -111,10 +111,8 @@ static json_t *depths_json(const distill_run *run)
 
 static json_t *heads_json(const distill_run *run, const evaluation *result)
 {
-    json_t *const heads = json_array();
-    for (int64_t head = 0; head < run->pair.problem.heads_s && head < EVALUATE_HEADS_MAX; head++)
-        cli_json_append(heads, cli_json_number(result->kl_head[head]));
-    return heads;
+    const int64_t heads = run->pair.problem.heads_s, most = EVALUATE_HEADS_MAX;
+    return cli_json_array(result->kl_head, sizeof(double), 1, (const int64_t[]){heads < most ? heads : most});
 }
 
 void distill_print_json(const distill_run *run)

@@ -1,6 +1,6 @@
-#include "cli/distill/views.h"
+/* What the report shows of one sequence: attention maps, and how far teacher and student look. */
 #include "cli/common/cli.h"
-#include "cli/common/runner.h"
+#include "cli/distill/distill.h"
 
 #include <stdlib.h>
 
@@ -37,7 +37,6 @@ static void compute_look_of_teacher(look *found, const distill_run *run)
     skl_inputs inputs = attention_pair_inputs(&run->pair);
     problem.gradients = 0;
     problem.heads_s = problem.heads_t;
-    problem.key_heads_s = problem.key_heads_t;
     problem.dim_s = problem.dim_t;
     inputs.q_s = inputs.q_t;
     inputs.k_s = inputs.k_t;
@@ -45,25 +44,22 @@ static void compute_look_of_teacher(look *found, const distill_run *run)
 }
 
 /* A student on the first held-out sequence, and the teacher's queries and keys. */
-static void view_student(attention_map *map, look *found, distill_run *run, const layer *student)
+static attention_map view_student(look *found, distill_run *run, const layer *student)
 {
-    const sequence_source *const source = &run->source->sequences;
-    const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, 0);
-    attention_pair_project_teacher(&run->pair, &run->source->task.teacher, &tokens);
-    attention_pair_project_student(&run->pair, student, &tokens);
+    const sequence tokens = task_sequence(&run->task, SPLIT_HELD_OUT, 0);
+    attention_pair_project(&run->pair, &run->task.teacher, student, &tokens);
     const skl_inputs inputs = attention_pair_inputs(&run->pair);
     skl_problem problem = run->pair.problem;
     problem.gradients = 0;
-    const int64_t most = problem.len_q / MAP_BUCKET_TOKENS, buckets = most < MAP_BUCKETS ? most : MAP_BUCKETS;
-    cli_check(attention_map_compute(map, buckets, buckets, &problem, &inputs, &run->request->options));
     compute_look(found, run, &problem, &inputs);
+    const int64_t most = problem.len_q / MAP_BUCKET_TOKENS;
+    return attention_map_of(&problem, &inputs, most < MAP_BUCKETS ? most : MAP_BUCKETS, &run->request->options);
 }
 
 void distill_views_compute(distill_views *views, distill_run *run)
 {
-    *views = (distill_views){.teacher = {.buckets = 0}};
-    view_student(&views->map_before, &views->before, run, &run->source->initial_student);
-    view_student(&views->map_after, &views->after, run, &run->student.weights);
+    views->map_before = view_student(&views->before, run, &run->initial_student);
+    views->map_after = view_student(&views->after, run, &run->student.weights);
     compute_look_of_teacher(&views->teacher, run);
 }
 

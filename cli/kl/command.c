@@ -164,8 +164,7 @@ static void check_outputs(const kl_request *request)
 int cmd_kl(int argc, char **argv)
 {
     static const command_line command = {doc, groups, "FILE..."};
-    kl_request request = {
-        .problem = skl_problem_default(), .options = skl_options_default(), .layout = LAYOUT_DEFAULT};
+    kl_request request = {.problem = skl_problem_default(), .options = options_watched(), .layout = LAYOUT_DEFAULT};
     request.file_count = (size_t)options_parse(&command, argc, argv, &request);
     request.files = argv + argc - request.file_count;
     check_student(&request);

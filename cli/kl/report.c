@@ -36,18 +36,8 @@ static double total_seconds(const kl_results *results)
 /* [batch][heads][length], packed [heads][total], like --out. */
 static json_t *rows_json(const float *rows, const skl_problem *problem)
 {
-    json_t *const batches = json_array();
-    for (int64_t b = 0; b < kl_row_batches(problem); b++) {
-        json_t *const heads = json_array();
-        for (int64_t h = 0; h < problem->heads_s; h++) {
-            json_t *const values = json_array();
-            for (int64_t i = 0; i < kl_row_length(problem); i++)
-                cli_json_append(values, cli_json_number((double)*rows++));
-            cli_json_append(heads, values);
-        }
-        cli_json_append(batches, heads);
-    }
-    return problem->packed ? json_incref(json_array_get(batches, 0)) : batches;
+    const int64_t shape[] = {problem->batch, problem->heads_s, kl_row_length(problem)};
+    return cli_json_array(rows, sizeof *rows, problem->packed ? 2 : 3, problem->packed ? shape + 1 : shape);
 }
 
 /* Exact if it fits into a JSON integer. */

@@ -4,7 +4,7 @@
 #include "cli/map/print.h"
 #include "device/device.h"
 #include "cli/term/term.h"
-#include "view/attention_map.h"
+#include "cli/map/attention_map.h"
 #include "view/figure.h"
 
 #include <inttypes.h>
@@ -38,14 +38,6 @@ typedef struct map_request {
     int32_t json;
 } map_request;
 
-enum { BUCKETS_DEFAULT = 64, BUCKETS_MAX = 4096 };
-
-static const char *parse_buckets(const char *text, void *value)
-{
-    const char *const refused = parse_count(text, value);
-    return refused || *(int64_t *)value > BUCKETS_MAX ? "an integer, 1 to 4096" : NULL;
-}
-
 static const char *parse_head(const char *text, void *value)
 {
     int64_t *const head = value;
@@ -56,8 +48,8 @@ static const char *parse_head(const char *text, void *value)
 }
 
 static const cli_option map_options[] = {
-    {"buckets", "N", parse_buckets, offsetof(map_request, buckets),
-     "Number of query buckets and of key buckets, 1 to 4096; default 64"},
+    {"buckets", "N", parse_count, offsetof(map_request, buckets),
+     "Number of query buckets and of key buckets, 1 to 4096", .initial = 64, .least = 1, .most = 4096},
     {"head", "N|mean|all", parse_head, offsetof(map_request, head),
      "A student head, the mean of all heads, or all heads; default mean"},
     {"png", "PREFIX", parse_string, offsetof(map_request, png_prefix),
@@ -111,30 +103,23 @@ static double top_of(const attention_map *shown, const map_picture *picture)
     return picture_bright(values, shown->heads * cells_of(shown));
 }
 
-/* The requested heads: a view of `map`, or the mean over heads, which `mean` owns. */
-static void choose_heads(attention_map *shown, attention_map *mean, const attention_map *map, int64_t head)
+/* The requested heads, a view of `map`. Their mean replaces the first head of `map`. */
+static attention_map choose_heads(const attention_map *map, int64_t head)
 {
-    *shown = *map;
+    attention_map shown = *map;
     if (head == HEAD_ALL)
-        return;
+        return shown;
     if (head >= map->heads)
         cli_fail(CLI_BAD_INPUT, "--head=%" PRId64 ": must be 0..%" PRId64 ", mean or all", head, map->heads - 1);
-    shown->heads = 1;
-    if (head != HEAD_MEAN) {
-        shown->p += head * cells_of(map);
-        shown->s += head * cells_of(map);
-        shown->kl += head * cells_of(map);
-        return;
+    double **const each[] = {&shown.p, &shown.s, &shown.kl};
+    for (int p = 0; p < PICTURE_COUNT; p++) {
+        if (head == HEAD_MEAN)
+            attention_map_mean(map, *each[p]);
+        else
+            *each[p] += head * cells_of(map);
     }
-    const size_t size = (size_t)cells_of(map) * sizeof(double);
-    *mean = (attention_map){1, map->rows, map->columns};
-    double **const means[] = {&mean->p, &mean->s, &mean->kl};
-    for (int p = 0; p < 3; p++)
-        *means[p] = cli_allocate(size, "the mean of the heads");
-    attention_map_mean(map, map->p, mean->p);
-    attention_map_mean(map, map->s, mean->s);
-    attention_map_mean(map, map->kl, mean->kl);
-    *shown = *mean;
+    shown.heads = 1;
+    return shown;
 }
 
 static void print_head(const map_request *request, const attention_map *map, int64_t shown_head)
@@ -166,18 +151,7 @@ static void print_maps(const map_request *request, const attention_map *map, con
 
 static json_t *json_cube(const attention_map *map, const double *values)
 {
-    json_t *const heads = json_array();
-    for (int64_t head = 0; head < map->heads; head++) {
-        json_t *const rows = json_array();
-        for (int64_t row = 0; row < map->rows; row++) {
-            json_t *const line = json_array();
-            for (int64_t column = 0; column < map->columns; column++)
-                cli_json_append(line, cli_json_number(*values++));
-            cli_json_append(rows, line);
-        }
-        cli_json_append(heads, rows);
-    }
-    return heads;
+    return cli_json_array(values, sizeof *values, 3, (const int64_t[]){map->heads, map->rows, map->columns});
 }
 
 static void print_json(const attention_map *shown, const skl_problem *problem)
@@ -245,13 +219,12 @@ static void write_tensors(const char *path, const attention_map *map)
 
 static void show(const map_request *request, const attention_map *map, const skl_problem *problem)
 {
-    attention_map shown, mean = {0};
     if (request->png_prefix && cells_of(map) == 0)
         cli_fail(CLI_BAD_INPUT, "--png=%s: no queries or no keys: a picture needs at least one of each",
                  request->png_prefix);
-    choose_heads(&shown, &mean, map, request->head);
     if (request->out_path)
         write_tensors(request->out_path, map);
+    const attention_map shown = choose_heads(map, request->head);
     if (request->png_prefix)
         write_pngs(request, &shown, problem);
     file_write_commit();
@@ -259,23 +232,9 @@ static void show(const map_request *request, const attention_map *map, const skl
         print_json(&shown, problem);
     else
         print_maps(request, map, &shown, problem);
-    free(mean.p);
-    free(mean.s);
-    free(mean.kl);
 }
 
 /* ---- The command -------------------------------------------------------------------------------------------- */
-
-static void compute(attention_map *map, const map_request *request, const kl_inputs *inputs)
-{
-    skl_options watched = request->input.options;
-    watched.progress = term_progress_update;
-    term_progress_begin("map");
-    plan_check(
-        attention_map_compute(map, request->buckets, request->buckets, &inputs->problem, &inputs->tensors, &watched),
-        &watched);
-    term_progress_end();
-}
 
 /* The map reads lengths itself, so they are checked before. It shows attention to keys, and a sink is none. */
 static void check_inputs(const map_request *request, const kl_inputs *inputs)
@@ -314,18 +273,19 @@ static void check_outputs(const map_request *request, int64_t heads)
 int cmd_map(int argc, char **argv)
 {
     static const command_line command = {doc, groups, "FILE..."};
-    map_request request = {.buckets = BUCKETS_DEFAULT, .head = HEAD_MEAN};
+    map_request request = {.head = HEAD_MEAN};
     request.input =
-        (kl_request){.problem = skl_problem_default(), .options = skl_options_default(), .layout = LAYOUT_DEFAULT};
+        (kl_request){.problem = skl_problem_default(), .options = options_watched(), .layout = LAYOUT_DEFAULT};
     request.input.problem.gradients = 0;
     request.input.file_count = (size_t)options_parse(&command, argc, argv, &request);
     request.input.files = argv + argc - request.input.file_count;
     kl_inputs inputs = {.files = {NULL, 0}};
-    attention_map map = {0};
     kl_inputs_load(&inputs, &request.input);
     check_outputs(&request, inputs.problem.heads_s);
     check_inputs(&request, &inputs);
-    compute(&map, &request, &inputs);
+    term_progress_begin("map");
+    attention_map map = attention_map_of(&inputs.problem, &inputs.tensors, request.buckets, &request.input.options);
+    term_progress_end();
     kl_files_unchanged(&inputs.files);
     show(&request, &map, &inputs.problem);
     attention_map_free(&map);

@@ -22,8 +22,6 @@ static const char doc[] =
     "  streamkl stats layer.safetensors --causal --rows=-64,0 --top 32\n"
     "  streamkl stats layer.safetensors --causal --per-key-head --out stats.safetensors";
 
-enum { TOP_DEFAULT = 8 };
-
 /* "BEGIN,END" into two int64_t. */
 static const char *parse_rows(const char *text, void *value)
 {
@@ -42,7 +40,7 @@ static const char *parse_rows(const char *text, void *value)
 static const cli_option stats_options[] = {
     {"rows", "BEGIN,END", parse_rows, offsetof(stats_request, rows),
      "Rows that sums and maxima are made of, by number in their sequence; --rows=-64,0 are the last 64; default all"},
-    {"top", "N", parse_count, offsetof(stats_request, top_count), "Keys with the largest sums to list; default 8"},
+    {"top", "N", parse_count, offsetof(stats_request, top_count), "Keys with the largest sums to list", .initial = 8},
     {"per-key-head", NULL, parse_flag, offsetof(stats_request, per_key_head),
      "Sum keys over the query heads that share a key head"},
     {"out", "FILE", parse_string, offsetof(stats_request, out_path),
@@ -75,9 +73,9 @@ static const option_group groups[] = {
 int cmd_stats(int argc, char **argv)
 {
     static const command_line command = {doc, groups, "FILE..."};
-    stats_request request = {.top_count = TOP_DEFAULT};
+    stats_request request = {0};
     request.input = (kl_request){
-        .problem = skl_problem_default(), .options = skl_options_default(), .layout = LAYOUT_DEFAULT, .one_model = 1};
+        .problem = skl_problem_default(), .options = options_watched(), .layout = LAYOUT_DEFAULT, .one_model = 1};
     request.input.problem.gradients = 0;
     request.input.file_count = (size_t)options_parse(&command, argc, argv, &request);
     request.input.files = argv + argc - request.input.file_count;

@@ -90,10 +90,7 @@ static heavy_key *heavy_keys(const stats_results *r, const skl_problem *p, int64
 
 static json_t *shares_json(const double *shares, int32_t count)
 {
-    json_t *const array = json_array();
-    for (int32_t n = 0; n < count; n++)
-        cli_json_append(array, cli_json_number(shares[n]));
-    return array;
+    return cli_json_array(shares, sizeof *shares, 1, (const int64_t[]){count});
 }
 
 static json_t *heads_json(const stats_results *r, const skl_problem *p, double *shares)

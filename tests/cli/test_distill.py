@@ -105,7 +105,7 @@ def test_a_name_that_is_not_utf8(tmp_path):
 # ---- Bad input -----------------------------------------------------------------------------------------------------------
 
 BAD = {
-    "context": (["--context", "63"], "--context=63: must be 64.."),
+    "context": (["--context", "63"], "--context=63: must be an integer, 64.."),
     "context_text": (["--context", "long"], "--context=long"),
     "needles": (["--needles", "257"], "--needles=257"),
     "needles_many": (["--context", "64", "--needles", "17"], "--needles=17"),
@@ -114,8 +114,8 @@ BAD = {
     "dim_s": (["--dim-s", "513"], "--dim-s=513"),
     "heads": (["--heads-t", "3"], "--heads-t=3: must be a multiple of --heads-s=2"),
     "steps": (["--steps", "0"], "--steps=0"),
-    "steps_many": (["--steps", "9223372036854775807"], "--steps=9223372036854775807: must be 1..16777216"),
-    "batch_many": (["--batch", "9223372036854775807"], "--batch=9223372036854775807: must be 1..1048576"),
+    "steps_many": (["--steps", "9223372036854775807"], "--steps=9223372036854775807: must be an integer, 1..16777216"),
+    "batch_many": (["--batch", "9223372036854775807"], "--batch=9223372036854775807: must be an integer, 1..1048576"),
     "rate": (["--rate", "-1"], "--rate=-1: must be a number above 0"),
     "direction": (["--direction", "both"], "--direction=both"),
     "out": (["--out", "/no/such/folder/run"], "--out=/no/such/folder/run"),

@@ -251,7 +251,7 @@ def test_text_is_plain(pair):
 
 
 BAD = {
-    "buckets_zero": (["--buckets", "0"], "--buckets=0: must be an integer, 1 to 4096"),
+    "buckets_zero": (["--buckets", "0"], "--buckets=0: must be an integer, 1..4096"),
     "buckets_many": (["--buckets", "4097"], "--buckets=4097"),
     "head": (["--head", "first"], "--head=first: must be mean, all or the number of a head"),
     "out": (["--out", "/no/such/folder/map.safetensors"], "/no/such/folder/map.safetensors"),

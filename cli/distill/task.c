@@ -1,10 +1,11 @@
-#include "distill/task.h"
-#include "device/device.h"
-#include "distill/matmul.h"
-#include "distill/random.h"
+#include "cli/distill/task.h"
+#include "cli/common/cli.h"
+#include "cli/common/random.h"
+#include "cli/distill/matmul.h"
 
 #include <assert.h>
 #include <math.h>
+#include <stdlib.h>
 
 /* ---- Components of a hidden state ---------------------------------------------------------------------------- */
 
@@ -88,7 +89,7 @@ static void random_rotation(float *vectors, int64_t rows, int64_t columns, uint6
 static void connect(retrieval_task *task, int64_t head, const float *head_direction, int q_part, int k_part,
                     double weight)
 {
-    const layer_shape *const shape = &task->teacher_shape;
+    const layer_shape *const shape = &task->shape.teacher;
     const int64_t columns = shape->heads * shape->dim;
     const float half = (float)sqrt(weight);
     for (int64_t i = 0; i < shape->width; i++)
@@ -103,13 +104,14 @@ static void connect(retrieval_task *task, int64_t head, const float *head_direct
 /* Codes have length sqrt(count), so that their components are about 1: the dot product of equal codes is `count`. */
 static void make_head(retrieval_task *task, int64_t head, float *head_directions, uint64_t *state)
 {
-    const layer_shape *const shape = &task->teacher_shape;
+    const layer_shape *const shape = &task->shape.teacher;
     const double scale = sqrt((double)shape->dim);
-    const int64_t member = head % task->group_size;
+    const int64_t member = head % task->shape.group_size;
     const double sharpness =
-        1 + head_difference * (task->group_size > 1 ? 2.0 * (double)member / (double)(task->group_size - 1) - 1 : 0);
+        1 + head_difference *
+                (task->shape.group_size > 1 ? 2.0 * (double)member / (double)(task->shape.group_size - 1) - 1 : 0);
     random_rotation(head_directions, TASK_DIM_MIN, shape->dim, state);
-    if (task_head_retrieves(head / task->group_size)) {
+    if (task_head_retrieves(head / task->shape.group_size)) {
         for (int c = 0; c < CODE; c++)
             connect(task, head, head_directions + c * shape->dim, PART_ASKED + c, PART_DEFINED + c,
                     sharpness * scale * retrieval_logit / CODE);
@@ -122,60 +124,41 @@ static void make_head(retrieval_task *task, int64_t head, float *head_directions
                 sharpness * scale * topic_logit / TOPIC);
 }
 
-static skl_status make_teacher(retrieval_task *task)
+static void make_teacher(retrieval_task *task)
 {
-    const layer_shape *const shape = &task->teacher_shape;
-    assert(shape->key_heads == shape->heads);
-    float *head_directions = NULL;
-    skl_status status = device_allocate(SKL_CPU, (size_t)(TASK_DIM_MIN * shape->dim) * sizeof *head_directions,
-                                        "the teacher", (void **)&head_directions);
-    uint64_t state = random_stream(task->seed, STREAM_TEACHER, 0);
-    for (int64_t head = 0; head < shape->heads && status == SKL_OK; head++)
+    const layer_shape *const shape = &task->shape.teacher;
+    const size_t count = (size_t)(TASK_DIM_MIN * shape->dim);
+    float *const head_directions = cli_allocate_zeros(count, sizeof *head_directions, "the teacher");
+    uint64_t state = random_stream(task->shape.seed, STREAM_TEACHER, 0);
+    task->teacher = layer_zeros(*shape);
+    for (int64_t head = 0; head < shape->heads; head++)
         make_head(task, head, head_directions, &state);
-    device_free(SKL_CPU, head_directions);
-    return status;
+    free(head_directions);
 }
 
-skl_status task_create(retrieval_task *task, const task_shape *shape, uint64_t seed, int threads)
+void task_create(retrieval_task *task, const task_shape *shape, int threads)
 {
-    const layer_shape teacher_shape = shape->teacher;
-    const int64_t context = shape->context;
-    assert(context >= TASK_CONTEXT_MIN && teacher_shape.width >= TASK_WIDTH_MIN && teacher_shape.dim >= TASK_DIM_MIN);
-    assert(shape->needles <= TASK_NEEDLES_MAX && shape->needles * 2 <= context);
-    *task = (retrieval_task){.context = context,
-                             .needles = shape->needles,
-                             .teacher_shape = teacher_shape,
-                             .group_size = shape->group_size,
-                             .seed = seed,
-                             .threads = threads};
-    const size_t width = (size_t)teacher_shape.width;
-    skl_status status =
-        device_allocate(SKL_CPU, width * width * sizeof(float), "directions", (void **)&task->directions);
-    if (status == SKL_OK)
-        status = device_allocate(SKL_CPU, (size_t)context * width * sizeof(float), "hidden states",
-                                 (void **)&task->hidden);
-    if (status == SKL_OK)
-        status =
-            device_allocate(SKL_CPU, (size_t)context * width * sizeof(float), "hidden states", (void **)&task->parts);
-    if (status == SKL_OK)
-        status =
-            device_allocate(SKL_CPU, (size_t)context * sizeof(reference), "references", (void **)&task->references);
-    if (status == SKL_OK)
-        status = layer_allocate(&task->teacher, teacher_shape);
-    if (status != SKL_OK)
-        return status;
-    uint64_t state = random_stream(seed, STREAM_DIRECTIONS, 0);
-    random_rotation(task->directions, teacher_shape.width, teacher_shape.width, &state);
-    return make_teacher(task);
+    const layer_shape *const teacher = &shape->teacher;
+    const size_t context = (size_t)shape->context, width = (size_t)teacher->width;
+    assert(shape->context >= TASK_CONTEXT_MIN && teacher->width >= TASK_WIDTH_MIN && teacher->dim >= TASK_DIM_MIN);
+    assert(shape->needles <= TASK_NEEDLES_MAX && shape->needles * 2 <= shape->context);
+    *task = (retrieval_task){.shape = *shape, .threads = threads};
+    task->directions = cli_allocate_zeros(width * width, sizeof(float), "directions");
+    task->hidden = cli_allocate_zeros(context * width, sizeof(float), "hidden states");
+    task->parts = cli_allocate_zeros(context * width, sizeof(float), "hidden states");
+    task->references = cli_allocate_zeros(context, sizeof(reference), "references");
+    uint64_t state = random_stream(shape->seed, STREAM_DIRECTIONS, 0);
+    random_rotation(task->directions, teacher->width, teacher->width, &state);
+    make_teacher(task);
 }
 
 void task_free(retrieval_task *task)
 {
-    device_free(SKL_CPU, task->directions);
-    device_free(SKL_CPU, task->hidden);
-    device_free(SKL_CPU, task->parts);
-    device_free(SKL_CPU, task->references);
-    layer_free(&task->teacher);
+    free(task->directions);
+    free(task->hidden);
+    free(task->parts);
+    free(task->references);
+    free(task->teacher.w_q);
 }
 
 /* ---- A sequence --------------------------------------------------------------------------------------------- */
@@ -202,9 +185,9 @@ typedef struct sequence_layout {
 /* One needle in each of equal slots of the context, so that all depths occur, and early enough to be referenced. */
 static void draw_layout(sequence_layout *layout, const retrieval_task *task, uint64_t *state)
 {
-    const int64_t span = (int64_t)(definitions_end * (double)task->context) - 1;
-    for (int64_t n = 0; n < task->needles; n++) {
-        const int64_t begin = 1 + span * n / task->needles, end = 1 + span * (n + 1) / task->needles;
+    const int64_t span = (int64_t)(definitions_end * (double)task->shape.context) - 1;
+    for (int64_t n = 0; n < task->shape.needles; n++) {
+        const int64_t begin = 1 + span * n / task->shape.needles, end = 1 + span * (n + 1) / task->shape.needles;
         layout->positions[n] = begin + random_below(state, end - begin);
         random_code(layout->needles[n], CODE, state);
     }
@@ -231,20 +214,20 @@ static void add_distractor(float *parts, const float *needle, uint64_t *state)
 static int64_t draw_token(float *parts, const retrieval_task *task, const sequence_layout *layout, int64_t at,
                           int64_t defined, uint64_t *state)
 {
-    const int late = (double)at >= questions_begin * (double)task->context;
-    const float *const topic = layout->topics[layout->segment_topics[at * SEGMENTS / task->context]];
+    const int late = (double)at >= questions_begin * (double)task->shape.context;
+    const float *const topic = layout->topics[layout->segment_topics[at * SEGMENTS / task->shape.context]];
     memset(parts, 0, PART_NOISE * sizeof *parts);
     memcpy(parts + PART_TOPIC, topic, TOPIC * sizeof *topic);
     parts[PART_ONE] = 1;
     parts[PART_SINK] = at == 0 ? sink_length : 0;
-    for (int64_t part = PART_NOISE; part < task->teacher_shape.width; part++)
+    for (int64_t part = PART_NOISE; part < task->shape.teacher.width; part++)
         parts[part] = noise * random_normal(state);
     if (defined > 0 && layout->positions[defined - 1] == at) {
         memcpy(parts + PART_DEFINED, layout->needles[defined - 1], CODE * sizeof(float));
         return -1;
     }
     if (at > 0 && random_below(state, TOKENS_PER_DISTRACTOR) == 0) {
-        add_distractor(parts, layout->needles[random_below(state, task->needles)], state);
+        add_distractor(parts, layout->needles[random_below(state, task->shape.needles)], state);
         return -1;
     }
     if (defined == 0 || random_fraction(state) >= (late ? asked_late : asked_early))
@@ -254,24 +237,23 @@ static int64_t draw_token(float *parts, const retrieval_task *task, const sequen
     return asked;
 }
 
-sequence task_sequence(retrieval_task *task, uint64_t stream, uint64_t index)
+sequence task_sequence(retrieval_task *task, sequence_split split, uint64_t index)
 {
-    const int64_t width = task->teacher_shape.width;
-    uint64_t state = random_stream(task->seed, STREAM_DATA + stream, index);
+    const int64_t width = task->shape.teacher.width;
+    uint64_t state = random_stream(task->shape.seed, STREAM_DATA + (uint64_t)split, index);
     sequence_layout layout;
     draw_layout(&layout, task, &state);
-    task->reference_count = 0;
-    int64_t defined = 0;
-    for (int64_t at = 0; at < task->context; at++) {
-        while (defined < task->needles && layout.positions[defined] <= at)
+    int64_t defined = 0, reference_count = 0;
+    for (int64_t at = 0; at < task->shape.context; at++) {
+        while (defined < task->shape.needles && layout.positions[defined] <= at)
             defined++;
         const int64_t asked = draw_token(task->parts + at * width, task, &layout, at, defined, &state);
         if (asked >= 0)
-            task->references[task->reference_count++] = (reference){at, layout.positions[asked]};
+            task->references[reference_count++] = (reference){at, layout.positions[asked]};
     }
     /* hidden = sum over parts of part * direction */
-    memset(task->hidden, 0, (size_t)(task->context * width) * sizeof *task->hidden);
-    matmul_add(task->hidden, (matrix){task->parts, width, 1}, task->directions, task->context, width, width,
+    memset(task->hidden, 0, (size_t)(task->shape.context * width) * sizeof *task->hidden);
+    matmul_add(task->hidden, (matrix){task->parts, width, 1}, task->directions, task->shape.context, width, width,
                task->threads);
-    return (sequence){task->hidden, task->references, task->reference_count};
+    return (sequence){task->hidden, task->references, reference_count};
 }

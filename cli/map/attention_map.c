@@ -1,9 +1,11 @@
-#include "view/attention_map.h"
+#include "cli/map/attention_map.h"
+#include "cli/common/cli.h"
+#include "cli/common/options.h"
 #include "device/device.h"
 
 #include <assert.h>
 #include <math.h>
-#include <stdbool.h>
+#include <stdlib.h>
 
 /* Queries per call of the library: enough to occupy every core or SM. */
 enum { BLOCK_ROWS = 1024 };
@@ -118,17 +120,15 @@ typedef struct map_work {
 } map_work;
 
 /* Teacher groups need the LSE of each teacher head first. */
-static skl_status teacher_lse(const map_work *work, const skl_plan *plan, const skl_problem *problem,
-                              skl_inputs *inputs)
+static void teacher_lse(const map_work *work, const skl_plan *plan, const skl_problem *problem, skl_inputs *inputs)
 {
     const int64_t heads = problem->heads_t, rows = problem->len_q;
     if (work->device_lse_t == NULL || inputs->lse_t.data)
-        return SKL_OK;
+        return;
     const skl_rows wanted = {.struct_size = sizeof wanted,
                              .lse_t = skl_output_contiguous(work->device_lse_t, heads, rows, 1)};
-    const skl_status status = skl_forward(plan, inputs, &wanted, work->workspace, work->workspace_size, NULL);
+    cli_check(skl_forward(plan, inputs, &wanted, work->workspace, work->workspace_size, NULL));
     inputs->lse_t = skl_input_contiguous(work->device_lse_t, heads, rows, 1);
-    return status;
 }
 
 /* Normalises a state by the LSEs of its row, in base 2. With m_a = lse_a and m_b = lse_b its sums become
@@ -200,7 +200,7 @@ static void add_block(const map_work *work, const sequence_view *view, int64_t f
     }
 }
 
-static skl_status map_block(const map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
+static void map_block(const map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
 {
     const int64_t columns = work->map->columns, stride = work->map->heads * rows;
     skl_problem problem = view->problem;
@@ -208,21 +208,17 @@ static skl_status map_block(const map_work *work, const sequence_view *view, int
     problem.offset_q = view->offset_q + first_query;
     skl_inputs inputs = view->inputs;
     advance_queries(&inputs, &problem, first_query);
-    skl_plan *plan = NULL;
-    skl_status status = skl_plan_create(&plan, &problem, &work->options);
-    if (status == SKL_OK)
-        status = teacher_lse(work, plan, &problem, &inputs);
-    for (int64_t column = 0; column < columns && status == SKL_OK; column++)
-        status = skl_partial(plan, &inputs, attention_map_bucket_begin(column, columns, problem.len_k),
-                             attention_map_bucket_begin(column + 1, columns, problem.len_k),
-                             work->device_states + column * stride, work->workspace, work->workspace_size, NULL);
-    if (status == SKL_OK && work->device_states != work->states)
-        status = device_copy(work->options.device, work->states, work->device_states,
-                             (size_t)(columns * stride) * sizeof *work->states);
-    if (status == SKL_OK)
-        add_block(work, view, first_query, rows);
+    skl_plan *const plan = plan_create(&problem, &work->options);
+    teacher_lse(work, plan, &problem, &inputs);
+    for (int64_t column = 0; column < columns; column++)
+        cli_check(skl_partial(plan, &inputs, attention_map_bucket_begin(column, columns, problem.len_k),
+                              attention_map_bucket_begin(column + 1, columns, problem.len_k),
+                              work->device_states + column * stride, work->workspace, work->workspace_size, NULL));
+    if (work->device_states != work->states)
+        cli_check(device_copy(work->options.device, work->states, work->device_states,
+                              (size_t)(columns * stride) * sizeof *work->states));
+    add_block(work, view, first_query, rows);
     skl_plan_destroy(plan);
-    return status;
 }
 
 /* ---- All of it ---------------------------------------------------------------------------------------------- */
@@ -240,29 +236,17 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static skl_status allocate_zeros(int64_t count, size_t size, const char *what, void **memory)
+static void *allocate_on_device(const map_work *work, size_t size, const char *what)
 {
-    const skl_status status = device_allocate(SKL_CPU, (size_t)count * size, what, memory);
-    if (status == SKL_OK)
-        memset(*memory, 0, (size_t)count * size);
-    return status;
-}
-
-static skl_status allocate_map(attention_map *map)
-{
-    const int64_t cells = map->heads * map->rows * map->columns;
-    double **const pictures[] = {&map->p, &map->s, &map->kl};
-    skl_status status = SKL_OK;
-    for (int picture = 0; picture < 3 && status == SKL_OK; picture++)
-        status = allocate_zeros(cells, sizeof **pictures[picture], "the map", (void **)pictures[picture]);
-    return status;
+    void *memory;
+    cli_check(device_allocate(work->options.device, size, what, &memory));
+    return memory;
 }
 
 /* The largest block needs the largest workspace. Its plan also shows whether the device is available. */
-static skl_status allocate_work(map_work *work, const skl_problem *problem)
+static void allocate_work(map_work *work, const skl_problem *problem)
 {
-    const skl_device device = work->options.device;
-    const int64_t state_count = work->map->columns * problem->heads_s * work->block_rows;
+    const size_t state_count = (size_t)(work->map->columns * problem->heads_s * work->block_rows);
     skl_problem block = *problem;
     block.len_q = work->block_rows;
     block.batch = 1;
@@ -270,30 +254,21 @@ static skl_status allocate_work(map_work *work, const skl_problem *problem)
     block.total_q = block.total_k = 0;
     block.gradients = 0;
     block.positions = SKL_POSITIONS_OFFSET;
-    skl_plan *plan = NULL;
-    skl_status status = skl_plan_create(&plan, &block, &work->options);
-    if (status == SKL_OK) {
-        const size_t partial = skl_plan_workspace_size(plan, SKL_OP_PARTIAL);
-        const size_t forward = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
-        work->workspace_size = partial > forward ? partial : forward;
-    }
+    skl_plan *const plan = plan_create(&block, &work->options);
+    const size_t partial = skl_plan_workspace_size(plan, SKL_OP_PARTIAL);
+    const size_t forward = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
     skl_plan_destroy(plan);
-    if (status == SKL_OK)
-        status = device_open(device, work->options.device_index);
-    if (status == SKL_OK)
-        status = allocate_zeros(work->map->rows, sizeof *work->valid_rows, "the map", (void **)&work->valid_rows);
-    if (status == SKL_OK)
-        status = allocate_zeros(state_count, sizeof *work->states, "the states", (void **)&work->states);
-    work->device_states = work->states;
-    if (status == SKL_OK)
-        status = device_allocate(device, work->workspace_size, "the workspace", &work->workspace);
-    if (status == SKL_OK && device != SKL_CPU)
-        status = device_allocate(device, (size_t)state_count * sizeof *work->states, "the states",
-                                 (void **)&work->device_states);
-    if (status == SKL_OK && problem->heads_t != problem->heads_s)
-        status = device_allocate(device, (size_t)(problem->heads_t * work->block_rows) * sizeof(float), "lse_t",
-                                 (void **)&work->device_lse_t);
-    return status;
+    cli_check(device_open(work->options.device, work->options.device_index));
+    work->valid_rows = cli_allocate_zeros((size_t)work->map->rows, sizeof *work->valid_rows, "the map");
+    work->states = cli_allocate_zeros(state_count, sizeof *work->states, "the states");
+    work->workspace_size = partial > forward ? partial : forward;
+    work->workspace = allocate_on_device(work, work->workspace_size, "the workspace");
+    work->device_states = work->options.device == SKL_CPU
+                              ? work->states
+                              : allocate_on_device(work, state_count * sizeof *work->states, "the states");
+    if (problem->heads_t != problem->heads_s)
+        work->device_lse_t =
+            allocate_on_device(work, (size_t)(problem->heads_t * work->block_rows) * sizeof(float), "lse_t");
 }
 
 static void free_work(map_work *work)
@@ -302,32 +277,23 @@ static void free_work(map_work *work)
     device_free(work->options.device, work->device_lse_t);
     if (work->device_states != work->states)
         device_free(work->options.device, work->device_states);
-    device_free(SKL_CPU, work->states);
-    device_free(SKL_CPU, work->valid_rows);
+    free(work->states);
+    free(work->valid_rows);
 }
 
-static int64_t blocks_of(int64_t queries, int64_t block_rows)
-{
-    return (queries + block_rows - 1) / block_rows;
-}
-
-static skl_status map_sequences(map_work *work, const skl_problem *problem, const skl_inputs *on_device,
-                                const skl_inputs *host, const skl_options *watched)
+static void map_sequences(const map_work *work, const skl_problem *problem, const skl_inputs *on_device,
+                          const skl_inputs *host, const skl_options *watched)
 {
     int64_t done = 0;
-    const int64_t total = problem->batch * blocks_of(problem->len_q, work->block_rows);
+    const int64_t blocks = (problem->len_q + work->block_rows - 1) / work->block_rows; /* of the longest sequence */
     for (int64_t b = 0; b < problem->batch; b++) {
         const sequence_view view = view_sequence(problem, on_device, host, b);
         for (int64_t query = 0; query < view.problem.len_q; query += work->block_rows) {
-            const skl_status status =
-                map_block(work, &view, query, smaller(work->block_rows, view.problem.len_q - query));
-            if (status != SKL_OK)
-                return status;
+            map_block(work, &view, query, smaller(work->block_rows, view.problem.len_q - query));
             if (watched->progress)
-                watched->progress(watched->progress_user, ++done, total);
+                watched->progress(watched->progress_user, ++done, problem->batch * blocks);
         }
     }
-    return SKL_OK;
 }
 
 static void divide_by_valid_rows(const map_work *work)
@@ -342,50 +308,47 @@ static void divide_by_valid_rows(const map_work *work)
     }
 }
 
-skl_status attention_map_compute(attention_map *map, int64_t rows, int64_t columns, const skl_problem *problem,
-                                 const skl_inputs *inputs, const skl_options *options)
+attention_map attention_map_of(const skl_problem *problem, const skl_inputs *inputs, int64_t buckets,
+                               const skl_options *options)
 {
-    assert(rows > 0 && columns > 0);
+    assert(buckets > 0);
     const int packed = problem->packed && inputs->cu_seqlens_q && inputs->cu_seqlens_k;
     const int64_t len_q = packed ? longest(inputs->cu_seqlens_q, problem->batch) : problem->len_q;
     const int64_t len_k = packed ? longest(inputs->cu_seqlens_k, problem->batch) : problem->len_k;
-    *map =
-        (attention_map){.heads = problem->heads_s, .rows = smaller(rows, len_q), .columns = smaller(columns, len_k)};
-    map_work work = {.map = map, .options = *options, .block_rows = smaller(BLOCK_ROWS, len_q)};
+    attention_map map = {
+        .heads = problem->heads_s, .rows = smaller(buckets, len_q), .columns = smaller(buckets, len_k)};
+    double **const pictures[] = {&map.p, &map.s, &map.kl};
+    for (int p = 0; p < 3; p++)
+        *pictures[p] = cli_allocate_zeros((size_t)(map.heads * map.rows * map.columns), sizeof(double), "the map");
+    if (map.rows == 0 || map.columns == 0)
+        return map;
+    map_work work = {.map = &map, .options = *options, .block_rows = smaller(BLOCK_ROWS, len_q)};
     work.options.progress = NULL;
     mirror tensors = mirror_of(problem, options->device);
     skl_inputs on_device = *inputs;
-    skl_status status = allocate_map(map);
-    if (status == SKL_OK && map->rows && map->columns)
-        status = allocate_work(&work, problem);
-    if (status == SKL_OK && map->rows && map->columns)
-        status = mirror_call(&tensors, &on_device, NULL, NULL);
-    if (status == SKL_OK && map->rows && map->columns)
-        status = map_sequences(&work, problem, &on_device, inputs, options);
-    if (status == SKL_OK && map->rows && map->columns)
-        divide_by_valid_rows(&work);
+    allocate_work(&work, problem);
+    cli_check(mirror_call(&tensors, &on_device, NULL, NULL));
+    map_sequences(&work, problem, &on_device, inputs, options);
+    divide_by_valid_rows(&work);
     mirror_destroy(&tensors);
     free_work(&work);
-    if (status != SKL_OK)
-        attention_map_free(map);
-    return status;
+    return map;
 }
 
 void attention_map_free(attention_map *map)
 {
-    device_free(SKL_CPU, map->p);
-    device_free(SKL_CPU, map->s);
-    device_free(SKL_CPU, map->kl);
-    *map = (attention_map){0};
+    free(map->p);
+    free(map->s);
+    free(map->kl);
 }
 
-void attention_map_mean(const attention_map *map, const double *picture, double *mean)
+void attention_map_mean(const attention_map *map, double *picture)
 {
     const int64_t cells = map->rows * map->columns;
     for (int64_t cell = 0; cell < cells; cell++) {
         double sum = 0;
         for (int64_t head = 0; head < map->heads; head++)
             sum += picture[head * cells + cell];
-        mean[cell] = sum / (double)map->heads;
+        picture[cell] = sum / (double)map->heads;
     }
 }

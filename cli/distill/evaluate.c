@@ -1,16 +1,20 @@
-#include "distill/evaluate.h"
-#include "distill/task.h"
+#include "cli/distill/pair.h"
 
 #include <math.h>
 
+static double share_of(int64_t hits, int64_t references)
+{
+    return references ? (double)hits / (double)references : NAN;
+}
+
 double evaluate_hit_rate_s(const depth_score *score)
 {
-    return score->references ? (double)score->hits_s / (double)score->references : NAN;
+    return share_of(score->hits_s, score->references);
 }
 
 double evaluate_hit_rate_t(const depth_score *score)
 {
-    return score->references ? (double)score->hits_t / (double)score->references : NAN;
+    return share_of(score->hits_t, score->references);
 }
 
 static void add_score(depth_score *score, int hit_t, int hit_s, double kl)
@@ -21,7 +25,7 @@ static void add_score(depth_score *score, int hit_t, int hit_s, double kl)
     score->kl += kl;
 }
 
-static void score_references(evaluation *result, const attention_pair *pair, const sequence *tokens)
+void evaluate_references(evaluation *result, const attention_pair *pair, const sequence *tokens)
 {
     const skl_problem *const p = &pair->problem;
     for (int64_t r = 0; r < tokens->reference_count; r++) {
@@ -62,21 +66,16 @@ static void divide_positions(evaluation *result, const skl_problem *p)
         result->kl_position[b] /= rows[b] ? (double)(p->heads_s * rows[b]) : 1;
 }
 
-skl_status evaluate(evaluation *result, attention_pair *pair, const layer *teacher, const layer *student,
-                    const sequence_source *source, int64_t count, const volatile int *stop)
+evaluation evaluate(attention_pair *pair, retrieval_task *task, const layer *student, int64_t count)
 {
-    *result = (evaluation){.kl = 0};
-    skl_status status = SKL_OK;
-    for (int64_t index = 0; index < count && status == SKL_OK && !*stop; index++) {
-        const sequence tokens = source->at(source->state, SPLIT_HELD_OUT, (uint64_t)index);
-        attention_pair_project_teacher(pair, teacher, &tokens);
-        attention_pair_project_student(pair, student, &tokens);
-        status = attention_pair_forward(pair);
-        if (status != SKL_OK)
-            break;
-        add_rows(result, pair, 1 / (double)count);
-        score_references(result, pair, &tokens);
+    evaluation result = {.kl = 0};
+    for (int64_t index = 0; index < count; index++) {
+        const sequence tokens = task_sequence(task, SPLIT_HELD_OUT, (uint64_t)index);
+        attention_pair_project(pair, &task->teacher, student, &tokens);
+        attention_pair_forward(pair);
+        add_rows(&result, pair, 1 / (double)count);
+        evaluate_references(&result, pair, &tokens);
     }
-    divide_positions(result, &pair->problem);
-    return status;
+    divide_positions(&result, &pair->problem);
+    return result;
 }

@@ -1,4 +1,4 @@
-#include "distill/matmul.h"
+#include "cli/distill/matmul.h"
 #include "device/device.h"
 
 extern matmul_rows matmul_rows_portable;

@@ -1,5 +1,5 @@
 /* Compiled for several instruction sets: MATMUL_ROWS names the instance. */
-#include "distill/matmul.h"
+#include "cli/distill/matmul.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* Matrix products for projections: blocked, vectorised, multithreaded. Every sum runs over the inner index in order,
  * so that the result is bitwise equal for any number of threads. */
-#ifndef STREAMKL_DISTILL_MATMUL_H
-#define STREAMKL_DISTILL_MATMUL_H
+#ifndef STREAMKL_CLI_DISTILL_MATMUL_H
+#define STREAMKL_CLI_DISTILL_MATMUL_H
 
 #include <stdint.h>
 

@@ -8,8 +8,8 @@
  *
  * The map is computed from partial states over ranges of keys, a block of queries at a time (docs/design/maths.md,
  * section 11): memory grows with the number of buckets, not with the context. */
-#ifndef STREAMKL_VIEW_ATTENTION_MAP_H
-#define STREAMKL_VIEW_ATTENTION_MAP_H
+#ifndef STREAMKL_CLI_MAP_ATTENTION_MAP_H
+#define STREAMKL_CLI_MAP_ATTENTION_MAP_H
 
 #include "streamkl.h"
 
@@ -19,18 +19,17 @@ typedef struct attention_map {
     double *p, *s, *kl;    /* [heads, rows, columns]; a row is 0 if none of its queries attends to a key */
 } attention_map;
 
-/* Tensors are in host memory; their lengths have been checked. options->progress counts blocks of queries. The number
- * of buckets is limited by the number of queries and keys. On failure the map is empty, and device_error() or
- * skl_last_error() says why. */
-skl_status attention_map_compute(attention_map *map, int64_t rows, int64_t columns, const skl_problem *problem,
-                                 const skl_inputs *inputs, const skl_options *options);
+/* Tensors are in host memory; their lengths have been checked. options->progress counts blocks of queries. There are
+ * at most as many buckets as queries and keys. */
+attention_map attention_map_of(const skl_problem *problem, const skl_inputs *inputs, int64_t buckets,
+                               const skl_options *options);
 void attention_map_free(attention_map *map);
 
 /* The first query or key of a bucket, out of `count` buckets over `length`. A bucket ends where the next one begins.
  */
 int64_t attention_map_bucket_begin(int64_t bucket, int64_t count, int64_t length);
 
-/* The mean over heads of p, s or kl: [rows, columns] into `mean`. */
-void attention_map_mean(const attention_map *map, const double *picture, double *mean);
+/* Replaces the first head of p, s or kl by the mean over heads. */
+void attention_map_mean(const attention_map *map, double *picture);
 
 #endif

@@ -1,6 +1,6 @@
 /* Random numbers for data, initial weights and checks: the same on every machine for the same seed. */
-#ifndef STREAMKL_DISTILL_RANDOM_H
-#define STREAMKL_DISTILL_RANDOM_H
+#ifndef STREAMKL_CLI_COMMON_RANDOM_H
+#define STREAMKL_CLI_COMMON_RANDOM_H
 
 #include <stdint.h>
 
