@@ -9,29 +9,18 @@
 #define STREAMKL_BENCH_CPU_MATERIALIZED_H
 
 #include "bench/cpu/blas.h"
-
-#include <stddef.h>
+#include "bench/cpu/tensors.h"
 
 typedef enum materialized_memory {
     MATERIALIZED_FRAMEWORK, /* like autograd: every result in a new buffer, freed after its last use */
     MATERIALIZED_IN_PLACE   /* buffers are reused, P over x, S over y, G over S: the minimum for materializing */
 } materialized_memory;
 
-/* All tensors are contiguous [heads, length, dim] or [heads, length], and belong to the caller. */
-typedef struct materialized_problem {
-    materialized_memory memory;
-    int64_t heads, length, dim;
-    float scale;
-    bool causal;
-    const float *q_t, *k_t, *q_s, *k_s;
-    const float *grad_kl;
-    float *kl, *dq_s, *dk_s;
-} materialized_problem;
-
 typedef struct materialized materialized;
 
-/* NULL: out of memory. */
-materialized *materialized_create(const materialized_problem *problem, const blas *library);
+/* Reads the f32 inputs of the tensors, which must outlive it, and writes their baseline results. NULL: out of memory.
+ */
+materialized *materialized_create(const bench_tensors *tensors, materialized_memory memory, const blas *library);
 void materialized_destroy(materialized *run); /* may be NULL */
 
 /* A backward consumes the matrices of its forward. Both return false if memory runs out. */

@@ -37,51 +37,29 @@ skl_problem bench_problem(const bench_config *config, int64_t length, int64_t di
     return problem;
 }
 
-/* Matmuls that the task needs without stored matrices: x and y, then dq and dk. */
-static double useful_matmuls(bench_pass pass)
+/* FLOP of `count` N x N x d matmuls, of all pairs or of those that the mask leaves: a multiply-add for each of the d
+ * terms of a pair. */
+static double matmul_flop(const bench_config *config, const bench_point *point, int count, bool visible)
 {
-    return pass == BENCH_FORWARD ? 2 : 4;
+    const double n = (double)point->length, pairs = visible && config->causal ? n * (n + 1) / 2 : n * n;
+    return 2 * count * (double)config->heads * pairs * (double)point->dim;
 }
 
-/* N x N x d matmuls that a pass executes per student head.
- *
- * Streaming: forward x and y; backward x, y, dq and dk. With f32 gradients one pass over the keys computes dq and
+/* Streaming: forward x and y; backward x, y, dq and dk. With f32 gradients one pass over the keys computes dq and
  * sums the tiles of dk. 16-bit gradients cannot be accumulated in place, so a second pass recomputes x and y for dk.
  * One-pass is a backward that also returns the KL. Materialized: x and y, then dq and dk from the stored P and S. */
-static double executed_matmuls(const bench_config *config, bench_method method, bench_pass pass)
-{
-    if (method != BENCH_STREAMING || pass == BENCH_FORWARD)
-        return 2;
-    const bool gradients_f32 = config->dtype == SKL_F32 || config->grad_f32;
-    return gradients_f32 ? 4 : 6;
-}
-
-double bench_visible_pairs(const bench_config *config, int64_t length)
-{
-    const double n = (double)length;
-    return (double)config->heads * (config->causal ? n * (n + 1) / 2 : n * n);
-}
-
-/* One multiply-add for each of the d terms of a pair. */
-static double matmul_flop(double pairs, int64_t dim)
-{
-    return 2 * pairs * (double)dim;
-}
-
 double bench_executed_flops(const bench_config *config, const bench_point *point, bench_method method,
                             bench_pass pass)
 {
-    const double all_pairs = (double)config->heads * (double)point->length * (double)point->length;
-    const double pairs = method == BENCH_STREAMING ? bench_visible_pairs(config, point->length) : all_pairs;
-    const double flop = executed_matmuls(config, method, pass) * matmul_flop(pairs, point->dim);
-    return flop / point->methods[method].passes[pass].median;
+    const bool streams = method == BENCH_STREAMING, gradients_f32 = config->dtype == SKL_F32 || config->grad_f32;
+    const int count = !streams || pass == BENCH_FORWARD ? 2 : gradients_f32 ? 4 : 6;
+    return matmul_flop(config, point, count, streams) / point->methods[method].passes[pass].median;
 }
 
 double bench_useful_flops(const bench_config *config, const bench_point *point, bench_pass pass)
 {
-    const double pairs = bench_visible_pairs(config, point->length);
-    const double flop = useful_matmuls(pass) * matmul_flop(pairs, point->dim);
-    return flop / point->methods[BENCH_STREAMING].passes[pass].median;
+    const int count = pass == BENCH_FORWARD ? 2 : 4; /* x and y, then dq and dk */
+    return matmul_flop(config, point, count, true) / point->methods[BENCH_STREAMING].passes[pass].median;
 }
 
 double bench_speedup(const bench_point *point, bench_method over, bench_pass pass)

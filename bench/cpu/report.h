@@ -2,12 +2,11 @@
 #ifndef STREAMKL_BENCH_CPU_REPORT_H
 #define STREAMKL_BENCH_CPU_REPORT_H
 
-#include "bench/cpu/sampler.h"
 #include "streamkl.h"
 
 #include <stdbool.h>
 
-enum { BENCH_LIST_MAX = 16 };
+enum { BENCH_LIST_MAX = 16, SAMPLER_SAMPLES_MAX = 512 };
 
 typedef struct bench_list {
     int count;
@@ -35,6 +34,11 @@ const char *bench_type_name(skl_dtype type);
 
 /* Only streaming has a one-pass mode. */
 int bench_pass_count(bench_method method);
+
+typedef struct timing {
+    int sample_count;
+    double median, least, most; /* seconds */
+} timing;
 
 typedef struct bench_method_result {
     bool ran;           /* false: not asked for, no BLAS, or more memory than allowed */
@@ -75,9 +79,6 @@ double bench_executed_flops(const bench_config *config, const bench_point *point
 
 /* FLOP/s that the task needs without stored matrices: 4 d per visible pair forward, 8 d backward. */
 double bench_useful_flops(const bench_config *config, const bench_point *point, bench_pass pass);
-
-/* Visible (query, key) pairs of all student heads. */
-double bench_visible_pairs(const bench_config *config, int64_t length);
 
 /* Time of the method divided by that of streaming; 0 if the method did not run. */
 double bench_speedup(const bench_point *point, bench_method over, bench_pass pass);

@@ -6,8 +6,6 @@
 #include <stdint.h>
 
 typedef struct row_kernels {
-    const char *name;
-
     /* Logits x, y of one row to probabilities p, s, which may be the same arrays; returns the row's KL(P || S).
      * Keys from `visible` on are masked: their logits are not read and their probabilities are 0. */
     float (*softmax_kl)(const float *x, const float *y, float *p, float *s, int64_t visible, int64_t count);

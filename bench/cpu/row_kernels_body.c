@@ -6,9 +6,6 @@
 #include <math.h>
 #include <string.h>
 
-#define TEXT_OF(name) #name
-#define NAME_OF(name) TEXT_OF(name)
-
 static inline float bits_as_float(uint32_t bits)
 {
     float value;
@@ -92,4 +89,4 @@ static void gradient(float g, const float *p, const float *s, float *dy, int64_t
 }
 
 extern const row_kernels ROW_KERNELS;
-const row_kernels ROW_KERNELS = {NAME_OF(ROW_KERNELS), softmax_kl, gradient};
+const row_kernels ROW_KERNELS = {softmax_kl, gradient};

@@ -1,4 +1,4 @@
-/* The tensors of a benchmark: random inputs, equal for all methods, and buffers for the results. */
+/* The tensors of a benchmark: random inputs, equal for all methods and types, and buffers for the results. */
 #ifndef STREAMKL_BENCH_CPU_TENSORS_H
 #define STREAMKL_BENCH_CPU_TENSORS_H
 
@@ -8,9 +8,11 @@
 
 /* All tensors are contiguous [heads, length, dim] or [heads, length]. */
 typedef struct bench_tensors {
-    int64_t row_count;     /* heads * length */
-    int64_t element_count; /* of each of q_t, k_t, q_s and k_s */
+    int64_t heads, length, dim;
+    float scale; /* of the logits */
+    bool causal;
     skl_dtype type, gradient_type;
+    void *memory; /* which holds all of them */
     void *q_t, *k_t, *q_s, *k_s;
     float *q_t_f32, *k_t_f32, *q_s_f32, *k_s_f32; /* the same values for the baseline, which is f32 */
     float *grad_kl;

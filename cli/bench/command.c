@@ -142,11 +142,7 @@ static void check_measured(skl_status status)
 static void measure_all(bench_report *report, const blas *library)
 {
     const bench_config *const config = &report->config;
-    double flops[BENCH_LIST_MAX];
-    term_progress_begin("sgemm");
-    if (library)
-        check_measured(bench_measure_sgemm(config, library, flops, term_progress_update));
-    bench_table_heading(report, library ? blas_description(library) : NULL, flops);
+    bench_table_heading(report, library ? blas_description(library) : NULL);
     for (int l = 0; l < config->lengths.count; l++) {
         for (int d = 0; d < config->dims.count; d++) {
             char label[64];

@@ -4,8 +4,8 @@
 
 #include "bench/cpu/report.h"
 
-/* The machine, the problem and the speed of sgemm. Without a BLAS blas_description is NULL and sgemm_flops unused. */
-void bench_table_heading(const bench_report *report, const char *blas_description, const double *sgemm_flops);
+/* The machine, the problem and the BLAS. Without one, blas_description is NULL. */
+void bench_table_heading(const bench_report *report, const char *blas_description);
 
 /* The points from index `first` on: one length and head size, all thread counts. */
 void bench_table_points(const bench_report *report, int first);
