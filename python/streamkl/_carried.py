@@ -38,7 +38,7 @@ class Term:
     # The lengths are those of packed sequences, in which the rows of the batch follow each other.
     packs_batch: bool = False
     plan: lib.Plan | None = None  # computes the attention and its KL; None until the call has looked it up
-    lse_s: torch.Tensor | None = None  # of a forward that has computed the KL; packed as q_t is
+    lse_s: torch.Tensor | None = None  # the student's LSE, once a forward has computed the KL; packed as q_t is
     _weights: float | torch.Tensor | None = None  # see weights()
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Slot:
         self.term = term
         self.is_done = False  # the backward has run
         self.apart: str | None = None  # why later steps run the module's own attention
-        # What an early term was made of: it came before the forward, and its weights come after it.
+        # The tensors of an early term, which precedes the forward; its weights follow later.
         self.early: tuple | None = None
         self.kl: torch.Tensor | None = None  # the KL of each row, once it is known
         self.value: torch.Tensor | None = None  # the weighted KLs, added up

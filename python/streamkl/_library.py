@@ -221,7 +221,7 @@ def check_interruptible(call: Callable[[], int]) -> None:
 
     threading.Thread(target=run, name="streamkl").start()
     interrupt: BaseException | None = None
-    while not done.is_set():  # also after a second interrupt: the library still writes to the tensors
+    while not done.is_set():  # A second interrupt does not end the wait: the library still writes to the tensors.
         try:
             done.wait()
         except BaseException as error:

@@ -108,7 +108,7 @@ def fixed_order(q, term):
     flash = _has_flash(q, term.lengths, term.options)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION if flash else SDPBackend.MATH):
-        if flash:  # it reads this setting in its backward
+        if flash:  # flash reads this setting in its backward
             torch.use_deterministic_algorithms(True)
         try:
             yield
@@ -121,7 +121,7 @@ def _flash(q, k, v, lengths, options, scale, packed):
     _, _, len_q = sizes(q.shape, packed, options.heads_first)
     _, _, len_k = sizes(k.shape, packed, options.heads_first)
     left, right = options.window_left, 0 if options.causal else options.window_right
-    # With a longest sequence of 1, torch moves query heads into the length, and fails for several sequences.
+    # torch moves query heads into the length if the longest sequence is 1, and fails for several sequences.
     longest_q = options.max_seqlen_q if options.max_seqlen_q >= 0 else len_q
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
         *length_first,

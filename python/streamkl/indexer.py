@@ -175,7 +175,7 @@ def indexer_kl(
         operators = groups.operators(tensors, (lse_t, None, weight), lengths, options, **asked)
     one_pass = bool(gradients) and reduction != "none" and (weight is None or not weight.requires_grad)
     target, mass = lse_t, None
-    if groups is not None and groups.tp is not None:  # its ranks weigh their heads by their own masses
+    if groups is not None and groups.tp is not None:  # the ranks weigh their heads by their own masses
         if by_mass or lse_t_visible is not None:
             raise ValueError("parallel.tensor_group: must be without lse_t_visible and row_weight='mass'")
         one_pass = one_pass and not lse_t_wider

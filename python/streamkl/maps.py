@@ -77,9 +77,7 @@ def attention_map(
     ):
         raise ValueError(f"buckets={buckets!r}: must be a pair (rows, columns) of whole numbers, at least 1")
     check_tensors("attention_map", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional={})
-    lengths, asked = translate(
-        MapOptions, 0, {**options}
-    )  # also refuses options that attention_kl has and this function has not
+    lengths, asked = translate(MapOptions, 0, {**options})  # refuses options of attention_kl that a map does not have
     _, lse_t, lse_s = attention_kl(q_t, k_t, q_s, k_s, reduction="none", return_lse=True, **options)
     cu_seqlens_q, cu_seqlens_k = lengths.cu_seqlens_q, lengths.cu_seqlens_k
     lengths_and_options = Lengths(key_lengths=lengths.key_lengths), asked

@@ -14,7 +14,7 @@ from pathlib import Path
 def main() -> None:
     """Replaces this process by the tool."""
     package = find_spec("streamkl")
-    assert package is not None and package.origin is not None  # the same wheel installs both
+    assert package is not None and package.origin is not None  # one wheel installs the package and this module
     tool = Path(package.origin).with_name("bin") / "streamkl"
     if not tool.exists():
         sys.exit("streamkl: this build has no command-line tool, because Jansson or libpng was missing; see docs/design/packaging.md")

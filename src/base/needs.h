@@ -1,4 +1,4 @@
-/* What an operation needs besides q and k, derived once for the argument checks, the backends and the callers.
+/* Row vectors that an operation needs besides q and k, derived once for argument checks, backends and callers.
  *
  * A is the first argument of the KL and B the second: teacher and student of KL(P || S), student and teacher of
  * KL(S || P). Gradients of B's logits are a difference of probabilities and need the two LSEs. Those of A's logits
@@ -22,7 +22,7 @@ typedef struct skl_needs {
 /* `gradients` holds the SKL_DQ_T, ... that are requested; ignored by an operation without gradients. */
 skl_needs skl_needs_of(const skl_problem *problem, skl_op op, uint32_t gradients);
 
-/* The same for the gradients that a call requests. */
+/* skl_needs_of() for the gradients that a call requests. */
 skl_needs skl_call_needs(const skl_problem *problem, const skl_call *call);
 
 /* The call computes row results (or states), not only gradients. */

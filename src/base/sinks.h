@@ -51,7 +51,7 @@ SKL_HOST_DEVICE skl_row_lses skl_given_lses(const skl_problem *p, const skl_inpu
     return lses;
 }
 
-/* With a teacher group, lses.t must be given: the logit is log mean_h e^(sink_h - lse_h). */
+/* Sink logits of a row. A teacher group needs lses.t: its logit is log mean_h e^(sink_h - lse_h). */
 SKL_HOST_DEVICE skl_sink_logits skl_sink_logits_of(const skl_inputs *inputs, int64_t head, skl_row_lses lses)
 {
     const float *const sink_t = inputs->sink_t + head * lses.group;
@@ -71,7 +71,7 @@ SKL_HOST_DEVICE double skl_sink_gradient(const skl_problem *p, const skl_inputs 
     const skl_sink_logits log_p = skl_sink_logits_of(inputs, head, skl_given_lses(p, inputs, s, head, i));
     const int reverse = p->direction == SKL_KL_REVERSE;
     const double log_a = (double)(reverse ? log_p.s : log_p.t), log_b = (double)(reverse ? log_p.t : log_p.s);
-    if (reverse == of_teacher) /* of B */
+    if (reverse == of_teacher) /* gradient of B's sink */
         return exp(log_b) - exp(log_a);
     return log_a == -INFINITY ? 0.0 /* 0 log 0 */
                               : exp(log_a) * (log_a - log_b - (double)skl_row_value(kl, s, head, i));

@@ -36,7 +36,7 @@ static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)
 
 /* A dimension of a tensor, except the last. */
 typedef struct dimension {
-    const char *name; /* of its stride */
+    const char *name; /* name of the stride */
     int64_t extent, stride;
 } dimension;
 

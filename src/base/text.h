@@ -7,7 +7,7 @@
 typedef struct skl_text {
     char *buffer; /* may be NULL if size is 0 */
     size_t size;
-    size_t length; /* of the whole text, without the terminating zero */
+    size_t length; /* length of the whole text, without the terminating zero */
 } skl_text;
 
 skl_text skl_text_start(char *buffer, size_t size);

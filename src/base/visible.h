@@ -1,5 +1,5 @@
-/* Which keys a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges, row bounds) combine
- * into one key range per row, so that no other file needs to know about masks. */
+/* The keys that a query sees. All masks (causal, window, key lengths, packing, offsets, key ranges, row bounds)
+ * combine into one key range per row, so that no other file needs to know about masks. */
 #ifndef SKL_BASE_VISIBLE_H
 #define SKL_BASE_VISIBLE_H
 
@@ -13,7 +13,7 @@ typedef struct skl_sequence {
     int64_t key_first, key_count;             /* keys in use: [key_first, key_count) */
     int64_t diagonal;                         /* position of query 0 minus position of key 0 */
     const int32_t *key_begins, *key_ends;     /* row bounds of its queries; NULL: none */
-    const int32_t *query_begins, *query_ends; /* the same for its keys, where a GPU has tabulated them; NULL: none */
+    const int32_t *query_begins, *query_ends; /* queries of each key, where a GPU tabulated them; NULL: none */
 } skl_sequence;
 
 typedef struct skl_range {

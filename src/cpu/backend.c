@@ -197,7 +197,7 @@ static void finish_row(const skl_problem *p, const skl_call *call, const skl_seq
     const float lse_b = row_lse(sums.m_b, sums.l_b);
     skl_row_set(&call->rows.kl, s, head, i, skl_kl_report(row_kl(&sums)));
     skl_row_set(&call->rows.lse_s, s, head, i, reverse ? lse_a : lse_b);
-    const float lse_t = reverse ? lse_b : lse_a; /* with teacher groups, relative to the given LSEs */
+    const float lse_t = reverse ? lse_b : lse_a; /* teacher groups: relative to the given LSEs */
     for (int64_t h = head * group_size; call->rows.lse_t.data != NULL && h < (head + 1) * group_size; h++) {
         const float given = skl_has_teacher_groups(p) ? skl_row_value(&call->inputs.lse_t, s, h, i) : 0.0F;
         skl_row_set(&call->rows.lse_t, s, h, i, lse_t == -INFINITY ? lse_t : given + lse_t);

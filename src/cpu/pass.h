@@ -8,8 +8,8 @@
 typedef struct skl_cpu_pass {
     void (*function)(const skl_task *task);
     bool over_keys;           /* one item per key tile, not per query tile */
-    bool fused;               /* also adds to the key gradients */
-    bool one_pass;            /* also writes the KL of its rows */
+    bool fused;               /* the pass over queries adds to the key gradients, too */
+    bool one_pass;            /* the backward writes the KL of its rows, too */
     int64_t key_result_heads; /* over_keys: heads of the statistics per sequence; 0: key heads */
     const char *reason;
 } skl_cpu_pass;

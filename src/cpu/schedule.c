@@ -28,7 +28,7 @@ static void locate_item(const skl_schedule *s, int64_t item, skl_task *task, int
         task->key_sums = skl_key_sums_at(task->problem, s->key_sums + place * skl_key_sums_floats(task->problem));
     task->batch = head / s->heads;
     task->head = head % s->heads;
-    task->tile = s->tiles - 1 - step % s->tiles; /* with a causal mask, the longest first */
+    task->tile = s->tiles - 1 - step % s->tiles; /* causal masks: the longest tiles start first */
     *next = step + 1 < chain_items ? item + wave_chains : -1;
 }
 

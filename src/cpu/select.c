@@ -239,7 +239,7 @@ skl_status skl_cpu_explain(const skl_plan *plan, const skl_call *call, skl_text 
         if (items == 0)
             continue;
         const bool forward = pass->function == ((const skl_cpu_work *)plan->kernel)->forward;
-        const bool kernel_reason = text->length == 0; /* the same for every pass, so it is printed once */
+        const bool kernel_reason = text->length == 0; /* printed once: all passes have one kernel */
         const int threads = (int)skl_min(plan->workers, items);
         if (call->stats != NULL)
             skl_text_add(text, "statistics of %s", pass->over_keys ? "keys" : "rows");

@@ -21,7 +21,7 @@ static skl_cuda_argument argument_of(const skl_side *side)
                                   .product_max = -1.0F}; /* the polynomial of a softcap covers no product */
     if (side->linear)
         return argument;
-    /* Where only the other argument has a softcap, this one gets a cap so large that tanh u is u to the last bit. */
+    /* If only the other argument has a softcap, this one gets a cap so large that tanh u is u to the last bit. */
     const float no_softcap = 0x1p22F, tanh_max = capped ? SKL_TANH_MAX : 1e-4F;
     argument.scale = capped ? side->scale / side->softcap : (float)((double)side->scale * SKL_LOG2E_DOUBLE);
     argument.softcap_2 = capped ? side->softcap * SKL_LOG2E : 0.0F;
@@ -49,8 +49,8 @@ static bool is_stats(const skl_call *call)
     return call->op == SKL_OP_ATTENTION_STATS;
 }
 
-/* Where LSEs are computed that the call does not give, those of a teacher group or of the statistics: in its output,
- * or in the workspace. */
+/* Returns the place of LSEs that the call does not give and a launch computes, for a teacher group or for statistics:
+ * the call's output, or the workspace. */
 static skl_output computed_lse_of(const skl_problem *p, const skl_call *call, const skl_cuda_launches *launches)
 {
     const skl_output *const out = is_stats(call) ? &call->stats->lse : &call->rows.lse_t;

@@ -4,12 +4,12 @@
 
 #include "cuda/select.h"
 
-/* What a plan holds besides its problem, at plan->of_backend. */
+/* The backend's part of a plan, at plan->of_backend. */
 typedef struct skl_cuda_plan {
     skl_cuda_target target;
     /* The usual call of each operation asks for the KL and all gradients, and its tensors are aligned. */
     skl_cuda_request usual[SKL_OP_COUNT];
-    skl_cuda_launches launches[SKL_OP_COUNT]; /* of these calls */
+    skl_cuda_launches launches[SKL_OP_COUNT]; /* launches of the usual calls */
 } skl_cuda_plan;
 
 skl_status skl_cuda_plan_create(skl_plan *plan, const skl_options *options, const char *forced);

@@ -16,7 +16,7 @@ enum { SKL_CAPABILITY_sm80 = 80, SKL_CAPABILITY_sm90 = 90 };
 /* First compute capability beyond those that the code of an architecture runs on. */
 enum { SKL_CAPABILITY_END_sm80 = 1000, SKL_CAPABILITY_END_sm90 = 91 };
 
-/* What a kernel computes, as bits. */
+/* Work that a kernel supports, as bits. */
 enum {
     SKL_DOES_ATTENTION = 1, /* one teacher head per student head */
     SKL_DOES_GROUPS = 2,    /* the mean of several teacher heads per student head */

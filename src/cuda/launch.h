@@ -1,4 +1,4 @@
-/* What the backend (C) hands to a kernel (CUDA C): plain structs, by value, and one launcher per kernel. */
+/* The interface between the backend (C) and its kernels (CUDA C): plain structs, by value, and one launcher each. */
 #ifndef SKL_CUDA_LAUNCH_H
 #define SKL_CUDA_LAUNCH_H
 
@@ -45,7 +45,7 @@ typedef struct skl_stats_layout {
     int32_t slots;                        /* slots of key sums of a head: one for each adder of a chunk */
     int32_t blocks;                       /* blocks that share the chunks; 0: one each */
     int64_t slot_stride;                  /* keys of a slot: all keys, and a stage */
-    size_t keys_at, heads_at, scratch_at; /* where key sums, sums of heads and the scratch of blocks begin; bytes */
+    size_t keys_at, heads_at, scratch_at; /* offsets of key sums, sums of heads and scratch, bytes */
 } skl_stats_layout;
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */

@@ -31,8 +31,8 @@ enum {
     SKL_TENSOR_INPUTS = 0x7f00
 };
 
-/* What the addresses and strides of a call's tensors allow, as bits per tensor. Gradients that are not requested
- * allow everything. */
+/* Layout facts: accesses that addresses and strides of a call's tensors allow, as bits per tensor. Gradients that are
+ * not requested allow everything. */
 typedef struct skl_cuda_layout {
     uint32_t aligned; /* rows begin at multiples of 16 bytes; rows of gradients at even elements */
     uint32_t tma;     /* TMA can address the tensor. A 16-bit dk has f32 sums in the workspace, which it can */
@@ -53,7 +53,7 @@ static inline skl_input skl_cuda_input_of(const skl_output *out)
 bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,
                             skl_tensor_rows shape);
 
-/* What a call asks for. */
+/* The request of a call: its operation and results. */
 typedef struct skl_cuda_request {
     skl_op op;
     uint32_t rows;       /* SKL_ROW_KL, ..., and the bits below: results that have a buffer */
@@ -81,17 +81,17 @@ typedef struct skl_cuda_launches {
     size_t kept_size;      /* bytes at the start of the workspace that several launches read or write */
     size_t private_size;   /* bytes after these that one launch at a time uses for itself: the largest such part */
     size_t workspace_size; /* bytes of both together */
-    size_t lse_at;         /* where computed LSEs begin, unless they go to rows.lse_t or stats.lse; bytes */
-    size_t key_bounds_at;  /* where params.key_bounds begin, if `has_key_bounds`; bytes */
-    size_t terms_at;       /* where two-term rows begin, if `term_dim` is not 0; bytes */
-    size_t stats_at;       /* where the workspace that launches of statistics share begins; bytes */
+    size_t lse_at;         /* offset of computed LSEs, unless they go to rows.lse_t or stats.lse; bytes */
+    size_t key_bounds_at;  /* offset of params.key_bounds, if `has_key_bounds`; bytes */
+    size_t terms_at;       /* offset of two-term rows, if `term_dim` is not 0; bytes */
+    size_t stats_at;       /* offset of the workspace that launches of statistics share; bytes */
     int32_t term_dim;      /* head size that two-term rows are padded to */
     int32_t has_key_bounds;
     const char *refusal; /* why no launch computes this; NULL: the launches do */
     skl_cuda_launch at[SKL_LAUNCHES_MAX];
 } skl_cuda_launches;
 
-/* What all calls of a plan have in common besides its problem. */
+/* Facts that all calls of a plan share besides its problem. */
 typedef struct skl_cuda_target {
     skl_cuda_device device;
     const skl_cuda_kernel *kernel; /* kernel of calls with aligned tensors */

@@ -23,7 +23,7 @@ from ._options import Options, UserError
 from ._output_losses import row_losses
 
 POSITIONS = 16  # buckets of a sequence
-BUCKETS = 64  # of queries and of keys in a map
+BUCKETS = 64  # buckets of queries, and of keys, in a map
 MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless they are named
 
 
@@ -35,7 +35,7 @@ class Evaluation:
     context: int
     pairs: list[list[int]]
     kl: float  # nats, mean over pairs, heads and rows
-    kl_layer: list[float]  # of each pair
+    kl_layer: list[float]  # one number per pair
     kl_head: list[list[float]]  # [pair][student head]
     kl_position: list[list[float | None]]  # [pair][bucket of positions]; None: no row is there
     distance_edges: list[int]  # tokens between a query and a key
@@ -177,7 +177,7 @@ class _Sums:
         self.options = options
         self.heads: dict[tuple[int, int], torch.Tensor] = {}
         self.positions: dict[tuple[int, int], np.ndarray] = {}
-        self.maps: dict[tuple[int, int], Any] = {}  # of the first sequence
+        self.maps: dict[tuple[int, int], Any] = {}  # maps of the first sequence
         self.kl_maps: dict[tuple[int, int], torch.Tensor] = {}
         self.losses: dict[str, list[torch.Tensor]] = {}
         self.head_names: dict[tuple[int, int], list[list[int]]] = {}
@@ -224,7 +224,7 @@ class _Sums:
             found = stats_of_layer(
                 layer, f"{role} layer {index}", ("entropy", "distance_mass"), distance_buckets=buckets
             )
-            assert found.entropy is not None  # it was asked for
+            assert found.entropy is not None  # requested above
             shares = found.distance_share.double().mean((0, 1)).tolist()
             numbers = np.array([found.entropy.double().mean().item(), *shares])
             self.looks[role, index] = self.looks.get((role, index), 0) + numbers

@@ -63,7 +63,7 @@ def distil(options: Options) -> Path:
 def _control(run: Run, interrupts: _Interrupts) -> Evaluation | None:
     """The same student, trained without the attention KL, evaluated. It starts from the same weights."""
     options, out = run.options, run.out / "control"
-    resume = (out / checkpoints.NAME).exists()  # of this run: an earlier one is gone
+    resume = (out / checkpoints.NAME).exists()  # from this run: earlier checkpoints are gone
     options = dataclasses.replace(
         options, attention_weight=0.0, out=str(out), control=False, resume=resume, overwrite=not resume
     )
@@ -217,7 +217,7 @@ class Run:
             return self.accelerator.prepare(self.objective)
         for model in self.teacher, self.student:
             for module in list(model.modules()):
-                # What is outside of the teacher's layers stays whole: its parts are called one by one.
+                # Modules outside of the teacher's layers stay whole: their parts are called one by one.
                 if type(module).__name__ in (model._no_split_modules or ()):
                     fully_shard(module)
         return fully_shard(self.objective)

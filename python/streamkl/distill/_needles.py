@@ -61,7 +61,7 @@ def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> l
         for _ in range(count)
         for start in range(apart)
     ]
-    asked = end - _ASKED * np.arange(together, 0, -1)[:, None]  # where the text asks for each of its needles
+    asked = end - _ASKED * np.arange(together, 0, -1)[:, None]  # the positions at which the text asks for its needles
     rows = (asked + np.arange(_ASKED - VALUE, _ASKED)).ravel().tolist()
     step = max(1, _TOKENS_PER_BATCH // length)
     batches = []

@@ -99,7 +99,7 @@ class Objective(torch.nn.Module):
             total = self.weights["output"] * losses["output"]
         elif self.weights.keys() & {"output", "language"}:
             labels = next_tokens(ids) if labels is None else labels
-            length = ids.shape[1] * self.ranks  # of a sequence, whose last token predicts nothing
+            length = ids.shape[1] * self.ranks  # tokens of a sequence; the last one predicts nothing
             weights = (self.weights.get("output", 0.0), self.weights.get("language", 0.0))
             labelled = ids.numel() * (length - 1) / length
             compared = hidden_t if "output" in self.weights else None

@@ -220,9 +220,9 @@ class Options:
     def as_toml(self) -> str:
         lines = ["# Options of streamkl-distill; --options FILE reads them again."]
         for name, value in dataclasses.asdict(self).items():
-            if name in ("resume", "overwrite", "dry_run"):  # these belong to this call, not to the run
+            if name in ("resume", "overwrite", "dry_run"):  # options of this call, not of the run
                 continue
-            lines.append(f"{_dashed(name)} = {json.dumps(value, ensure_ascii=False)}")  # these values are valid TOML
+            lines.append(f"{_dashed(name)} = {json.dumps(value, ensure_ascii=False)}")  # valid TOML for these values
         return "\n".join(lines) + "\n"
 
     def affecting(self) -> dict[str, Any]:

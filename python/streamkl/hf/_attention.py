@@ -42,14 +42,14 @@ class Call:
     value: torch.Tensor | None  # if it is needed: a teacher would keep it only for us
     lse: torch.Tensor | None  # [batch, heads, len_q], if the attention returns it
     mask: Any  # the mask that the layer received
-    causal: bool  # what the attention does without a mask tensor
+    causal: bool  # the attention is causal if it has no mask tensor
     scale: float | None
     softcap: float
     sink: torch.Tensor | None  # [heads], logits
     dropout: float
     options: dict[str, Any]  # the other arguments that matter: those of _OPTIONS
     training: bool
-    has_graph: bool  # it ran with gradients enabled
+    has_graph: bool  # the attention ran with gradients enabled
     handle: CarriedKL | None = None  # if its backward can carry the KL
     apart: str | None = None  # why it cannot
     probe: Probe | None = None
@@ -70,7 +70,7 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
             kwargs.get("softcap") or 0.0, sink, kwargs.get("dropout") or 0.0, options, module.training, torch.is_grad_enabled(),
         )  # fmt: skip
     apart = _why_apart(recorder, implementation, module, query, key, value, args, kwargs)
-    # The same kernel whether recorded or not: checkpointing expects the recomputation to save the same tensors.
+    # Recorded or not, the same kernel runs: checkpointing expects the recomputation to save the same tensors.
     # A context-parallel region replaces SDPA, not its kernels.
     is_whole = not torch.compiler.is_compiling() and active_region() is None
     if implementation == "sdpa" and not args and is_whole:

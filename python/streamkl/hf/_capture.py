@@ -67,8 +67,8 @@ class Step:
     module: torch.nn.Module
     args: tuple
     kwargs: dict[str, Any]
-    versions: tuple[tuple, dict[str, Any]]  # of the arguments: a tensor that changes in place gets another version
-    has_graph: bool  # it ran with gradients enabled
+    versions: tuple[tuple, dict[str, Any]]  # versions of the arguments: a tensor that changes in place gets another
+    has_graph: bool  # the forward ran with gradients enabled
     training: bool
     region: Region | None  # the context-parallel region that it ran in; a compiled model does not know
     calls: list[Call]
@@ -145,7 +145,7 @@ class Recorder:
         # Modules that run their own attention, and why: nothing carries their KL. That changes between steps only: a recomputation
         # must run what the forward ran.
         self.apart: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-        self.slots: dict[torch.nn.Module, Slot] = {}  # of the last step
+        self.slots: dict[torch.nn.Module, Slot] = {}  # slots of the last step
         self.step: Step | None = None  # belongs to the forward that runs now
         self._proven: set[tuple] = set()  # the kinds of calls that have been proven
         self._hooks: list = []
@@ -173,7 +173,7 @@ class Recorder:
 
     def _update(self) -> None:
         self.needs_values = any(capture.needs_values for capture in self.captures)
-        self.carries = any(capture.carries for capture in self.captures)  # its attention can carry the KL
+        self.carries = any(capture.carries for capture in self.captures)  # the model's attention can carry the KL
         self._verify = {capture.verify for capture in self.captures}
 
     def _attach(self) -> None:
@@ -322,7 +322,7 @@ class Capture:
     ) -> None:
         self.model, self.role, self.needs_values, self.carries = unwrap(model, role), role, needs_values, carries
         self.verify: Verify = verify
-        self.is_split = False  # its attention reads keys of other ranks
+        self.is_split = False  # the attention reads keys of other ranks
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self.must_be_eval = False  # each forward runs in eval mode, whatever the owner of the model has called
         self.takes: Callable[[], bool] = lambda: True  # whether a forward of the model is one of this role

@@ -174,8 +174,8 @@ class AttentionDistiller:
         """The share of the teacher's attention outside of the keys that both attend to, of the pairs where it is not 0."""
         self._last: dict[int, list[torch.Tensor]] = {}
         self._explained = Explanation([])
-        self._teacher_of: dict[torch.nn.Module, str] = {}  # of the fused layers in the last loss()
-        self._cache: RowCache | None = None  # of the step whose attention carries early terms
+        self._teacher_of: dict[torch.nn.Module, str] = {}  # teacher layers of the fused layers in the last loss()
+        self._cache: RowCache | None = None  # rows of the step whose attention carries early terms
 
     @property
     def last_losses(self) -> dict[int, torch.Tensor]:

@@ -10,7 +10,7 @@ class FusedPair(NamedTuple):
     """One layer pair of a loss."""
 
     student_layer: int
-    name: str  # of the student layer's module
+    name: str  # name of the student layer's module
     teacher_layer: int
     fused: bool
     reason: str  # why it is not fused

@@ -30,7 +30,7 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
     unwanted = _NOT_FOR_TEACHER | ({"labels"} if not _needs_labels(student, given) else set())
     kept = {k: v for k, v in given.items() if k not in unwanted and (anything or k in accepted)}
     if "use_cache" in accepted:
-        kept["use_cache"] = False  # with a cache, transformers does not look for packed sequences
+        kept["use_cache"] = False  # transformers looks for packed sequences only without a cache
     if "logits_to_keep" in accepted:
         kept["logits_to_keep"] = 1
     _check_vocabulary(teacher, student, kept)
@@ -117,7 +117,7 @@ def check_packing(student: Capture, layers: list[Layer]) -> None:
     if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
         return
     token = torch.arange(positions.shape[1], device=positions.device)
-    begin = torch.where(positions == 0, token, 0).cummax(1).values  # where the sequence of each token begins
+    begin = torch.where(positions == 0, token, 0).cummax(1).values  # first token of each token's sequence
     for layer in layers:
         if layer.keys is None or layer.refusal is not None or layer.kind == "cross" or layer.keys.len_q != len(token):
             continue

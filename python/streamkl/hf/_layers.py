@@ -34,7 +34,7 @@ WAY_OUT = "leave the layer out of layer_map, or use a model without it"
 class Layer:
     """The queries and keys of one attention layer, and what its attention does with them."""
 
-    name: str  # of the module in its model
+    name: str  # name of the module in its model
     kind: Kind
     tower: str  # the part of its model: "language", "vision", "audio", ...
     q: torch.Tensor  # [batch, heads, len_q, dim], after RoPE
@@ -151,7 +151,7 @@ def _kind(call: Call, keys: Keys | None, encoder: set[torch.nn.Module] | None) -
         return "cross" if getattr(call.module, "is_cross_attention", False) else "self"
     if call.module in encoder:
         return "encoder"
-    if keys is None or keys.len_q == 1:  # its keys do not tell
+    if keys is None or keys.len_q == 1:  # the keys do not tell the kind
         return "self" if getattr(call.module, "is_causal", True) else "cross"
     return "self" if keys.causal else "cross"  # a decoder is causal
 

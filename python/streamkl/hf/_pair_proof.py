@@ -16,7 +16,7 @@ from ._rows import Rows
 class _Row(NamedTuple):
     """A query row that attention_kl receives."""
 
-    packed: tuple[int, ...]  # its place among the queries: (row,) of packed ones, otherwise (sequence, row)
+    packed: tuple[int, ...]  # index of the query: (row,) if packed, otherwise (sequence, row)
     sequence: int
     query: int
     keys: torch.Tensor  # [len_k] bool: those of its sequence that the masks of attention_kl show
@@ -52,7 +52,7 @@ def _prove(pair: Pair, tensors: list[torch.Tensor], options: dict[str, Any], row
             if lse is None:
                 continue
             assert layer.lse is not None
-            own = layer.lse[row.sequence, heads, row.query].to(lse.device)  # its proof has checked it
+            own = layer.lse[row.sequence, heads, row.query].to(lse.device)  # the proof of the layer has checked this LSE
             if not (torch.equal(seen, common) and torch.equal(_take(lse, row, 1), own)):
                 raise _fault(pair, row, "LSEs of other keys")
         if torch.equal(seen_t, common):

@@ -155,7 +155,7 @@ class Pair:
         self._check()
         rows = cache.rows(self.t, self.s, self.where)
         if rows.leaves_out:
-            raise Apart("padding")  # its rows may have gradients too
+            raise Apart("padding")  # rows of padding may have gradients, too
         if rows.has_bounds:
             raise Apart("no causal mask, window or packed sequences describe its keys")
         return rows

@@ -28,7 +28,7 @@ class Rows:
     masks: dict[str, Any]  # arguments of attention_kl: causal and window_size, or row bounds
     queries: _Side | None = None
     keys: _Side | None = None
-    # Of a sample: its share of the rows, and the tokens of [batch * length] that count and attend to a key.
+    # A sample: its share of the rows; `attending` has the tokens of [batch * length] that count and attend to a key.
     share: float = 1.0
     attending: torch.Tensor | None = None
 

@@ -99,7 +99,7 @@ class DistillationMixin(_Trainer):
         self._means = {True: _Means(), False: _Means()}  # training has one, and evaluation the other
         self._step_rows: _Step | None = None
         self._generated: Any = None  # the micro-batches that a trainer has generated for this step
-        assert self.distiller  # its options are checked now
+        assert self.distiller  # creates the distiller, which checks its options
 
     @property
     def distiller(self) -> AttentionDistiller:

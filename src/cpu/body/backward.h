@@ -62,14 +62,14 @@ static skl_range keys_with_gradient(const tile *t, int64_t i, const key_tile *ke
     return adds_gradient(t, i) ? seen : none;
 }
 
-/* to += weight * row, with the same operations as the matrix product. */
+/* Computes to += weight * row with the operations of the matrix product. */
 static void add_weighted(float *to, float weight, const float *row, int64_t dim)
 {
     for (int64_t c = 0; c < dim; c += SKL_LANES)
         vec_store(to + c, vec_fma(vec_of(weight), vec_load(row + c), vec_load(to + c)));
 }
 
-/* The same with halves, and elements of the sum `stride` apart. */
+/* add_weighted() for halves; elements of the sum are `stride` apart. */
 static void add_weighted_halves(float *to, int64_t stride, float weight, const uint16_t *row, int64_t dim)
 {
     for (int64_t c = 0; c < dim; c++)
@@ -83,7 +83,7 @@ static bool is_added_by_pairs(const skl_side *side, const float *rows, int64_t r
     return !side->on_matrix || any_nonfinite_halves(halves(rows) + row * padded(side->dim), 1, side->dim);
 }
 
-/* Where the packed operand of the matrix unit has element c of a row: of keys for dq, of queries for dk. */
+/* Address of element c of a row in the matrix unit's packed operand: of keys for dq, of queries for dk. */
 static uint16_t *packed_element(const tile *t, const skl_side *side, const float *rows, int64_t row, int64_t c,
                                 bool dk)
 {

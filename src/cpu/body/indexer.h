@@ -18,7 +18,7 @@ typedef struct index_tile {
     float *q;              /* queries as rows: [G][height][padded] */
     float *w, *dw;         /* [G][height] */
     float *dq;             /* [G][height][padded] */
-    float *dots;           /* of one index head and panel: [TILE_K][PANEL] */
+    float *dots;           /* products of one index head and panel: [TILE_K][PANEL] */
     float *zeros;          /* shaped like dots */
     float *entropy_shifts; /* row states of (A, zeros), for the entropy of A: as in tile */
     double *entropy_sums;

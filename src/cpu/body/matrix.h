@@ -147,7 +147,7 @@ static void transpose_floats(float *to, int64_t to_stride, const float *from, in
             transpose_block(to + c * to_stride + r, to_stride, from + r * from_stride + c, from_stride);
 }
 
-/* The same of MATRIX_INTERLEAVE halves at a time; strides are in halves. */
+/* Transposes groups of MATRIX_INTERLEAVE halves; strides are in halves. */
 static void transpose_interleaved(uint16_t *to, int64_t to_stride, const uint16_t *from, int64_t from_stride,
                                   int64_t rows, int64_t columns)
 {

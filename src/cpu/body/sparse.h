@@ -26,7 +26,7 @@ typedef struct sparse_row {
     const int32_t *indices;
     int64_t next;          /* entry of `indices` */
     int64_t count;         /* keys in the block */
-    float grad, kl, lse_s; /* of a backward */
+    float grad, kl, lse_s; /* inputs of a backward */
     row_sums sums, entropy_sums;
 
     int32_t *keys;          /* [INDEX_BLOCK] */

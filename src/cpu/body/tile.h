@@ -57,13 +57,13 @@ typedef struct tile {
     float *x, *y;       /* logits: [panel][TILE_K][PANEL] */
     float *key_x;       /* logits of the teacher's keys, same shape as x */
     float *block_sum;   /* pooled teacher: sums over the keys of a block, same shape as x */
-    float *sum;         /* of the probabilities of a teacher group, same shape as x */
+    float *sum;         /* teacher group: sums of its probabilities, same shape as x */
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
     uint16_t *g_rows;   /* on a matrix unit: those of one side rounded to bf16, [TILE_K][height], ... */
     uint16_t
         *g_interleaved; /* ... and interleaved along keys, [TILE_K / MATRIX_INTERLEAVE][height][MATRIX_INTERLEAVE] */
     float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded]; on a matrix unit [dim][height] */
-    float *dk_t, *dk_s; /* of one key tile, or sums of a key block */
+    float *dk_t, *dk_s; /* gradients of one key tile, or sums of a key block */
     float *v, *dv;      /* skl_attention_backward: values of a key tile or a key block, like k_s, and their sums */
     float *o, *d_o;     /* output and its upstream gradient, as rows like q_s */
     float *doT, *d;     /* the latter transposed like qT_s, and <do, o>: [height] */

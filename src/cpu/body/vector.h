@@ -18,7 +18,7 @@ typedef uint32_t uvec __attribute__((vector_size(SKL_LANES * 4))); /* bits: sums
 typedef vec vec_in_memory __attribute__((may_alias));              /* floats of a buffer, seen as a vector */
 typedef double dvec __attribute__((vector_size(SKL_LANES * 8)));
 typedef int64_t lvec __attribute__((vector_size(SKL_LANES * 8)));
-typedef dvec dvec_in_memory __attribute__((may_alias, aligned(SKL_LANES * 4))); /* as a vector of floats */
+typedef dvec dvec_in_memory __attribute__((may_alias, aligned(SKL_LANES * 4))); /* aligned as floats are */
 
 #define SKL_INLINE static inline __attribute__((always_inline))
 
@@ -83,7 +83,7 @@ SKL_INLINE bool ivec_any(ivec mask)
 SKL_INLINE vec vec_fma(vec a, vec b, vec c);
 
 #ifndef SKL_HAS_FMA
-/* With two roundings, for machines without the instruction. */
+/* Machines without the instruction round twice. */
 SKL_INLINE vec vec_fma(vec a, vec b, vec c)
 {
     return a * b + c;
@@ -136,7 +136,7 @@ SKL_INLINE vec exp2_of_product(float c, vec x)
 
 SKL_INLINE vec exp_vec(vec x);
 
-/* The same for x above -2^22; below, also NaN or an infinity. */
+/* exp_vec() for x above -2^22; below, the result may also be NaN or an infinity. */
 SKL_INLINE vec exp_in_range(vec x);
 
 #ifndef SKL_HAS_EXP

@@ -7,16 +7,16 @@
 #include "cuda/common/element.cuh"
 #include "cuda/common/params.cuh"
 
-/* What the kernel reads per query. LSEs are in base 2; the teacher's is minus log2 |g|, so that it gives |g| P. g is
- * the weight of the row's KL, D = <do, o>. */
+/* Row statistics of a query. LSEs are in base 2. log2 |g| is subtracted from the teacher's, so that it gives |g| P. g
+ * is the weight of the row's KL, D = <do, o>. */
 struct alignas(16) attention_row {
-    float lse_b, shift; /* of the student, D - g */
+    float lse_b, shift; /* the student's LSE; D - g */
     float lse_a, weight;
 };
 static_assert(sizeof(attention_row) == SKL_CARRYING_ROW_SIZE, "cuda/select sizes the workspace");
 
-/* What bounds dS, as bits of floats that are not negative: the largest norm of a row of do and of v, the largest
- * |g|. Those of do and v are known for f16 alone. */
+/* Numbers that bound dS, as bits of floats that are not negative: the largest norm of a row of do and of v, and the
+ * largest |g|. The norms are known for f16 alone. */
 struct attention_largest {
     uint32_t d_out, value, weight;
     int32_t negative; /* whether a weight is negative */
@@ -26,9 +26,9 @@ static_assert(sizeof(attention_largest) == SKL_CARRYING_LARGEST_SIZE, "cuda/sele
 struct attention_backward_params : skl_cuda_params {
     skl_attention of;           /* in the constant bank: call.attention is a host address */
     attention_row *rows;        /* [batch, heads_s, len_q], packed [heads_s, total_q] */
-    attention_largest *largest; /* of all rows */
-    skl_output dq_sums;         /* where the kernel adds up dq in f32, without its scale, in blocks of 8 dimensions:
-                                 * first the even ones */
+    attention_largest *largest; /* maxima over all rows */
+    skl_output dq_sums;         /* f32 sums of dq, without its scale, in blocks of 8 dimensions: first the even
+                                 * ones */
     int32_t head_group;         /* key heads whose tiles run together */
 };
 

@@ -13,7 +13,7 @@ namespace tensor_core
 
 /* ---- Results ------------------------------------------------------------------------------------------------ */
 
-/* What other launches of the call need of a row. */
+/* LSEs of a row for later launches of the call. */
 struct group_row_lses {
     float lse_s;
     float mean_lse_t; /* log of the probability of the visible keys under the teacher's LSEs: 0 up to rounding, unless
@@ -55,7 +55,7 @@ __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, 
     const bool reverse = p.direction == SKL_KL_REVERSE;
     const float m_t = reverse ? state.m_b : state.m_a, m_s = reverse ? state.m_a : state.m_b;
     const float mean_lse_t = skl_lse(m_t, reverse ? state.l_b : state.l_a);
-    /* Where all pairs are equal, the KL is 0 and the LSEs are equal to the last bit: a backward finds gradients of 0.
+    /* If all pairs are equal, the KL is 0 and the LSEs are equal to the last bit: a backward finds gradients of 0.
      * Pairs are equal if they have the same distance from the first head's LSE; the only key of a row is its own
      * maximum anyway. First keys with next to no mass may have had another shift, which leaves a rest in w. */
     const int64_t first = head * skl_group_size(&p);

@@ -23,7 +23,7 @@ struct backward_params : skl_cuda_params {
     int32_t rows_known;     /* an earlier launch of the same call stored kl and dot_t */
     int32_t head_group;     /* heads whose tiles run together */
     int64_t dim_first;      /* first dimension of the slice of the gradient that a launch computes */
-    skl_output dk_sums;     /* where a fused backward adds up dk in f32; no data: no dk */
+    skl_output dk_sums;     /* f32 sums of dk of a fused backward; no data: no dk */
 };
 
 /* f32 sums of a side's dk: dk itself, or `at` bytes into the launch's workspace. */

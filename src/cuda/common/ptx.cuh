@@ -42,7 +42,7 @@ __device__ inline void ldmatrix_x4(uint32_t (&to)[4], uint32_t row)
                  : "r"(row));
 }
 
-/* The same with each matrix transposed. */
+/* Loads four 8 x 8 matrices, each transposed. */
 __device__ inline void ldmatrix_x4_transposed(uint32_t (&to)[4], uint32_t row)
 {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

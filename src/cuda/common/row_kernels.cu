@@ -172,7 +172,7 @@ static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid
                                 : of_keys;
         const float lse_a = skl_lse(state.m_a, state.l_a);
         const float lse_b = skl_lse(state.m_b, state.l_b);
-        const float state_lse_t = reverse ? lse_b : lse_a; /* with teacher groups: of the mean, relative to lse_t */
+        const float state_lse_t = reverse ? lse_b : lse_a; /* teacher groups: LSE of the mean, relative to lse_t */
         skl_row_set(&rows.kl, &all_rows, head, i, skl_kl_report(skl_state_kl(&state)));
         skl_row_set(&rows.lse_s, &all_rows, head, i, reverse ? lse_a : lse_b);
         for (int64_t h = head * group; rows.lse_t.data != NULL && h < (head + 1) * group; h++) {
@@ -196,7 +196,7 @@ extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params, con
  * aligned for TMA. */
 struct sums_shape {
     int64_t heads, all_heads, rows;
-    unsigned quads; /* of a row */
+    unsigned quads; /* quads per row */
 };
 
 static sums_shape shape_of(const backward_params *params)

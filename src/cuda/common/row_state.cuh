@@ -26,7 +26,7 @@ __device__ inline skl_row_state state_of(const row_sums &sums)
 constexpr int FLUSH_STAGES = 64;
 
 template <int THREADS> struct long_sums {
-    double l_a[2][THREADS], l_b[2][THREADS], w[2][THREADS]; /* of a thread's two rows */
+    double l_a[2][THREADS], l_b[2][THREADS], w[2][THREADS]; /* sums of a thread's two rows */
 
     __device__ void clear()
     {
@@ -70,7 +70,7 @@ __device__ inline row_sums quad_sum(const row_sums &sums)
     return {quad_sum(sums.l_a), quad_sum(sums.l_b), quad_sum(sums.w)};
 }
 
-/* The same in a quarter of the memory: three of the four lanes that hold a row keep one of its sums each. */
+/* long_sums in a quarter of the memory: three of the four lanes that hold a row keep one of its sums each. */
 template <int THREADS> struct quad_long_sums {
     double total[2][THREADS / 4][3]; /* l_a, l_b, w */
 
@@ -92,7 +92,7 @@ template <int THREADS> struct quad_long_sums {
         __syncwarp(); /* of() reads those of other lanes */
     }
 
-    /* Of the whole row in its first lane, 0 in the others. */
+    /* Returns the sums of the whole row in its first lane, 0 in the others. */
     __device__ row_sums of(int half) const
     {
         const double(&row)[3] = total[half][threadIdx.x / 4];
@@ -203,7 +203,7 @@ __device__ inline skl_row_state shuffle_xor(const skl_row_state &state, int offs
             __shfl_xor_sync(~0U, state.w, offset)};
 }
 
-/* Both lanes merge the lower lane's state first, so that both get the same bits. */
+/* Merges the lower lane's state first in both lanes, so that both get the same bits. */
 __device__ inline skl_row_state merge_with_lane(const skl_row_state &mine, const skl_row_state &other, int offset)
 {
     return (threadIdx.x & (unsigned)offset) == 0 ? skl_state_merge(mine, other) : skl_state_merge(other, mine);
@@ -265,7 +265,7 @@ __device__ inline void write_lse(const skl_cuda_params &params, const skl_sequen
         skl_row_set(&params.call.rows.lse_t, &s, head, query, lse);
 }
 
-/* Of SKL_OP_PARTIAL. */
+/* Writes a state of SKL_OP_PARTIAL. */
 __device__ inline void write_partial_state(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
                                            int64_t query, const skl_row_state &state)
 {
@@ -292,10 +292,10 @@ template <int M> struct query_tile {
     static constexpr int ROWS = TILE_ROWS<M>;
     skl_sequence sequence;
     int64_t head, first; /* query */
-    int64_t index;       /* of the tile and split among all tiles and splits */
-    int split;           /* of the tile's keys */
+    int64_t index;       /* number of the tile and split among all tiles and splits */
+    int split;           /* split of the tile's keys */
 
-    __device__ static unsigned tiles(const skl_cuda_params &params) /* of a head */
+    __device__ static unsigned tiles(const skl_cuda_params &params) /* tiles per head */
     {
         return (unsigned)skl_ceil_div(params.problem.len_q, ROWS);
     }

@@ -10,7 +10,7 @@
 namespace tensor_core
 {
 
-/* Both LSEs, the KL and the upstream gradient of a row: one 16-byte load. */
+/* Row statistics: both LSEs, the KL and the upstream gradient, in one 16-byte load. */
 struct alignas(16) row_stats {
     float lse_a, lse_b, kl, grad;
 };

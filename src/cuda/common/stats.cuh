@@ -11,7 +11,7 @@
 
 struct stats_params : skl_cuda_params {
     skl_stats stats;         /* in the constant bank: call.stats is a host address */
-    skl_stats_layout layout; /* what the launch computes, and its part of the workspace */
+    skl_stats_layout layout; /* results of the launch, and its part of the workspace */
     skl_input lse;           /* given, or of an earlier launch; it includes the sink */
     float *key_slots;        /* [head][slot][slot_stride], keys of all sequences: sums of w P over some queries */
     float *head_sums;        /* [sequence][head][chunk][2][SKL_STATS_SUMS]: sums by distance, and by range */

@@ -263,7 +263,7 @@ template <typename PRODUCT> struct stats_tiles {
                 continue;
             start_tile(band);
             const range32 stages = memory.chunk.stages(band, first, QUERIES);
-            if (stages.begin < stages.end) /* else nothing would wait for its loads */
+            if (stages.begin < stages.end) /* an empty range has no stage that waits for these loads */
                 product.begin(params, memory.chunk, first, stages.begin);
 #pragma unroll 1
             for (int stage = stages.begin; stage < stages.end; stage++) {

@@ -88,10 +88,10 @@ struct band32 {
     }
 };
 
-/* The same within the bounds of each row, which are in global memory and count from the sequence's first row. */
+/* A band within the bounds of each row, which are in global memory and count from the sequence's first row. */
 struct bounded_band : band32 {
-    int origin, last;             /* of the streamed rows; the last stationary row that has bounds */
-    const int32_t *begins, *ends; /* of the block's first row; NULL: none */
+    int origin, last;             /* first streamed row; last stationary row that has bounds */
+    const int32_t *begins, *ends; /* bounds from the block's first row on; NULL: none */
 
     __device__ range32 of(int row) const
     {
@@ -144,7 +144,7 @@ __device__ inline streamed_band streamed_split(const streamed_band &all, int sta
     return part;
 }
 
-/* What bounded_band::of() gives for every stationary row, in shared memory: a load takes fewer registers. INDEX holds
+/* Ranges of bounded_band::of() for every stationary row, in shared memory: a load takes fewer registers. INDEX holds
  * the number of streamed rows. */
 template <int ROWS, typename INDEX = int> struct row_ranges {
     struct {

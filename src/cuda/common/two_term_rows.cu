@@ -26,7 +26,7 @@ constexpr int QUAD = 4; /* elements per lane */
 struct two_term_task {
     skl_input from, to, factors;
     skl_dtype dtype;
-    int dim, term_dim; /* of a row, and of its high or low row */
+    int dim, term_dim; /* elements of a row, and of its high or low row */
     bool vectorized;   /* one load per quad */
     int64_t heads, rows, count;
 };

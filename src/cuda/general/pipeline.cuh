@@ -269,7 +269,7 @@ __device__ inline stage_reader columns_of(const float *stage)
     return {stage + (int)(threadIdx.x % LANES) * 4};
 }
 
-/* Both operands of a tile of logits. */
+/* The two operands of a tile of logits. */
 struct tile_operands {
     row_source stationary, streamed;
 };
@@ -277,14 +277,14 @@ struct tile_operands {
 /* Values that all threads share are in shared memory, because registers are scarce. */
 struct pipeline_memory {
     operand_stages stages;
-    tile_operands operands[2]; /* of the current tile and of the next one */
+    tile_operands operands[2]; /* operands of the current and of the next tile */
 };
 
 /* Products of one tile after another. The first stage of a tile is loaded while the last stage of the previous tile
  * is multiplied. */
 template <int COLUMNS> struct pipeline {
     pipeline_memory &memory;
-    int stage;                                              /* that the loads in flight go to */
+    int stage;                                              /* stage of the loads in flight */
     int current;                                            /* memory.operands of the current tile */
     raw_quad stationary[TILE_QUADS], streamed[COLUMNS / 4]; /* loads in flight */
 

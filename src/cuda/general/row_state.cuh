@@ -107,7 +107,7 @@ __device__ inline bool first_lane(void)
 
 /* ---- LSEs of a teacher group -------------------------------------------------------------------------------- */
 
-/* The same queries and the next keys. After the last keys, all its rows read as 0. */
+/* Returns the tile of the same queries and the next keys. After the last keys, all its rows read as 0. */
 template <int COLUMNS> __device__ inline tile_position next_key_tile(tile_position tile)
 {
     tile.key_first += COLUMNS * LANES;

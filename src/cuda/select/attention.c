@@ -139,7 +139,7 @@ static const skl_cuda_kernel *kernel_with_dk(const choice *s)
 static const skl_cuda_kernel *dq_kernel_of(const choice *s, const wanted_side *side)
 {
     if (why_no_fused_kernel(s, side) == NULL)
-        return s->kernel; /* it computes dq alone as well */
+        return s->kernel; /* the fused backward computes dq alone, too */
     const skl_cuda_kernel *const kernel = kernel_with_dk(s);
     const bool f16_of_a = !side->of_b && kernel->dtype == SKL_F16;
     return kernel->dq != NULL || !f16_of_a ? kernel : skl_select_without_tma(s->problem);

@@ -15,7 +15,7 @@ typedef struct choice {
     const skl_cuda_kernel *kernel; /* the best one that the layout allows */
     const char *reason;            /* why it is this kernel */
     bool some_rows, some_keys;     /* there are queries; there are keys */
-    bool rows, gradients;          /* what the call computes */
+    bool rows, gradients;          /* the call computes row results; gradients */
     bool capped;                   /* a side has a softcap or a linear link */
 } choice;
 

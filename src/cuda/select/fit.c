@@ -1,4 +1,4 @@
-/* Which kernel fits a problem, by its row in the kernel list, and why it is not a better one. */
+/* Finds the kernel that fits a problem, by its row in the kernel list, and the reason why no better one does. */
 #include "cuda/select/choice.h"
 
 #include <string.h>

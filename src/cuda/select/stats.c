@@ -81,7 +81,8 @@ static size_t lay_out(const choice *s, stats_needs *needs)
     /* Scratch of each query of a tile, for each block, bytes. */
     const size_t of_tiles = scratch ? (size_t)layout->blocks * (size_t)needs->tile_rows * SKL_STATS_SCRATCH_SIZE : 0;
     const size_t top_rows = (size_t)needs->top_blocks * SKL_SM90_STATS_ROWS;
-    const size_t of_top = needs->top != 0 ? (top_rows + 1) * SKL_SM90_STATS_TOP_ROW : 0; /* and their alignment */
+    /* One more row than there are serves the alignment. */
+    const size_t of_top = needs->top != 0 ? (top_rows + 1) * SKL_SM90_STATS_TOP_ROW : 0;
     layout->slot_stride = keys + SKL_STATS_STAGE_KEYS;
     layout->heads_at =
         sums ? skl_aligned_size((size_t)(p->heads_s * layout->slots * layout->slot_stride) * sizeof(float)) : 0;

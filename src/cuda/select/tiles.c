@@ -77,7 +77,7 @@ static int32_t head_group_of(const choice *s, int64_t tiles, int64_t head_size)
 {
     const int64_t l2_share = (int64_t)25 << 20, small_part = 32, few_heads_share = (int64_t)256 << 20;
     const bool few_tiles = !skl_select_has_no_window(s->problem) && tiles < 2 * small_part * s->device->sm_count;
-    /* Where tiles differ in length and are few, the last group would end late. A few heads at a time are enough to
+    /* With few tiles of different lengths, the last group would end late. A few heads at a time are enough to
      * avoid that, and better than all of them if the rows of one do not fit. */
     if (few_tiles && head_size <= 2 * l2_share)
         return SKL_HEAD_GROUP_MAX;

@@ -160,7 +160,7 @@ __device__ inline void load_frags(row_frags<DIM, M> &frags, smem_rows<DIM> *smem
     __syncthreads();
 }
 
-/* The same through the memory of the pipeline, before its first stage is copied. */
+/* Loads the block's stationary rows through the memory of the pipeline, before its first stage is copied. */
 template <int DIM, int M, typename ELEMENT>
 __device__ inline void load_frags(row_frags<DIM, M> &frags, smem_stage<DIM> (&stages)[STAGES],
                                   const row_source<ELEMENT> &from, int count)

@@ -37,11 +37,11 @@ template <> struct operand<two_term_f32> {
     static constexpr int TERMS = 2;
 };
 
-constexpr float TWO_TERM_LARGEST = 0x1p14F; /* to its double: the largest magnitude of high, before the factor */
+constexpr float TWO_TERM_LARGEST = 0x1p14F; /* to its double: largest magnitude of high in a row */
 
 /* ---- Factors of streamed rows ------------------------------------------------------------------------------- */
 
-/* Of a stage: of A and of B, each in the 16 bits of bf16, which hold a power of two. */
+/* Factors of a stage's rows: of A and of B, each in the 16 bits of bf16, which hold a power of two. */
 struct alignas(8) stage_factors {
     uint32_t rows[STAGE_ROWS];
 };
@@ -145,7 +145,7 @@ __device__ inline float product_of(const two_term_products<OF_B> &products, floa
     return products.x[block][e] * (e % 2 ? factors.y : factors.x) * products.rows.of[e / 2];
 }
 
-/* The same for the logit gradients of a backward. */
+/* Factors of the logit gradients of a backward. */
 struct two_term_factors {
     const stage_factors &stage;
     const row_factors &rows_a, &rows_b;

@@ -144,7 +144,7 @@ template <bool MN_MAJOR> constexpr int OPERAND_STEP = MN_MAJOR ? 16 * 128 / 16 :
     ".reg .pred add, more;\n"                                                                                        \
     ".reg .b32 high, next;\n"                                                                                        \
     "setp.ne.b32 add, " add ", 0;\n"                                                                                 \
-    "mov.b32 high, 0x40000040;\n" /* as in smem_descriptor */                                                        \
+    "mov.b32 high, 0x40000040;\n" /* the high word of smem_descriptor */                                                        \
     "setp.ne.b32 more, high, 0;\n" SKL_DESCRIPTORS_4("b", b, step)
 #define SKL_WGMMA_4_FRAGS(blocks, n, type, a_0, a_1, a_2, a_3, b, add, step, tail)                                     \
     SKL_BEGIN_4(b, add, step)                                                                                        \

@@ -76,7 +76,7 @@ SKL_HOST_DEVICE skl_dense_chunk skl_dense_chunk_of(const skl_problem *p, int32_t
 /* ---- Sparse ------------------------------------------------------------------------------------------------- */
 
 typedef struct skl_sparse_chunk {
-    int64_t rows;  /* of all sequences and heads */
+    int64_t rows;  /* rows of all sequences and heads */
     int64_t count; /* rows per chunk */
     /* Offsets in the workspace: */
     size_t dy;       /* f32 [row][top_k] */

@@ -269,7 +269,7 @@ static __global__ void __launch_bounds__(THREADS, 2)
     const float *const entry_dk = (const float *)(const void *)((const char *)params.call.workspace + chunk.entry_dk);
     const int64_t slices = skl_ceil_div(p.dim_s, SLICE),
                   tiles = skl_ceil_div(skl_student_keys(&p, p.len_k), KEY_TILE);
-    const int64_t head_rows = p.heads_s / p.key_heads_s * p.len_q; /* of the heads that share a key head */
+    const int64_t head_rows = p.heads_s / p.key_heads_s * p.len_q; /* rows of the heads that share a key head */
 #pragma unroll 1
     for (int64_t n = blockIdx.x; n < p.batch * p.key_heads_s * tiles * slices; n += gridDim.x) {
         const int64_t flat_key_head = n / slices / tiles; /* counted over all sequences */

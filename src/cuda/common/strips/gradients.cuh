@@ -73,7 +73,7 @@ __device__ inline float dot_of(SUM sum, const ELEMENT *query, int dim)
 template <typename ELEMENT, int DIM> struct query_gradients {
     const strip_params &params;
     const query_slot &slot;
-    int head; /* of q_s */
+    int head; /* head of q_s */
 
     /* sum(n, parity): element acc_column(n, parity) of D_g. */
     template <typename SUM> __device__ void store_row(int row, SUM sum) const

@@ -45,7 +45,7 @@ inline strip_params params_for(const skl_cuda_params *params, const skl_strip_la
     return kernel_params;
 }
 
-/* What the scores and the gradients of a pooled teacher's blocks read instead. */
+/* Params for scores and gradients of a pooled teacher, whose keys are blocks. */
 inline strip_params block_params_for(const strip_params &of_keys)
 {
     strip_params of_blocks = of_keys;
@@ -55,7 +55,7 @@ inline strip_params block_params_for(const strip_params &of_keys)
     return of_blocks;
 }
 
-/* Where computed teacher LSEs are written, and read by the next kernel: the caller's buffer, or the workspace. */
+/* Assigns the place of computed teacher LSEs, which the next kernel reads: the caller's buffer, or the workspace. */
 inline void assign_teacher_lse(strip_params *kernel_params, const skl_strip_layout &layout)
 {
     const skl_problem *const p = &kernel_params->problem;

@@ -7,7 +7,7 @@
 
 #define SKL_STRIP_ROW_SIZE ((int64_t)sizeof(skl_row_state) + (int64_t)sizeof(float)) /* sums of a row in a split */
 
-#define SKL_DOT_ROW_SIZE ((int64_t)12) /* what dot_t of a teacher group needs of a row */
+#define SKL_DOT_ROW_SIZE ((int64_t)12) /* bytes per row for dot_t of a teacher group */
 
 enum {
     SKL_STRIP_TILE = 128,    /* queries of a slot, keys of a tile */
@@ -20,15 +20,15 @@ enum {
 };
 
 typedef struct skl_strip_layout {
-    int64_t slots;           /* of the call */
-    int64_t strip_slots;     /* of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
-    int32_t num_splits;      /* of the keys of a slot, in scores launches */
-    int32_t num_dk_splits;   /* of the queries, in launches for dk */
+    int64_t slots;           /* slots of the call */
+    int64_t strip_slots;     /* slots of a strip: up to 128 at 8,192 keys, 8 at 131,072 keys; half as many for f16 */
+    int32_t num_splits;      /* splits of a slot's keys in scores launches */
+    int32_t num_dk_splits;   /* splits of the queries in launches for dk */
     int64_t key_items;       /* key tiles of all sequences and key heads */
     int64_t rest_at;         /* offset from G to its residual plane, in units of 16 bytes; 0: there is none */
     int32_t num_pool_splits; /* pooled teacher: splits of the teacher's keys of a slot */
     int64_t target_stride;   /* pooled teacher: blocks of a row of the target, padded to whole tiles */
-    int64_t sum_batches, sum_rows, sum_count;          /* of dk; sum_count counts elements of all splits */
+    int64_t sum_batches, sum_rows, sum_count;          /* sums of dk; sum_count counts elements of all splits */
     size_t lse_at, split_rows_at, g_at, sums_at, size; /* offsets in the workspace and its size, in bytes */
     size_t dots_at, split_dots_at;                     /* dot_t of teacher groups; 0: it is not computed */
     size_t target_at;                                  /* pooled teacher: f32 [slot of a strip][query][block] */

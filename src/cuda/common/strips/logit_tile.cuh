@@ -184,7 +184,7 @@ __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], floa
         add_logits(rows[half], x, scale, half, sees);
 }
 
-/* The same for ranges of keys, or for a full tile (not MASKED). */
+/* Adds a tile to both rows, each with a range of visible keys, or a full tile (not MASKED). */
 template <bool MASKED, int N>
 __device__ inline void add_tile(lse_row (&rows)[2], const float (&x)[N][4], float scale, const range32 (&sees)[2])
 {
@@ -266,7 +266,7 @@ __device__ inline index_row sum_pairs(const float (&log_p)[N][4], const float (&
     return {{shift.t, l_t, shift.s, l_s, w}, p_log_p};
 }
 
-/* The same from P, which it replaces by log2 P; NaN stays NaN. */
+/* Sums a row from P, which becomes log2 P; NaN stays NaN. */
 template <int N>
 __device__ inline index_row sum_probabilities(float (&p)[N][4], const float (&y)[N][4], float scale, int half,
                                               const range32 &sees)

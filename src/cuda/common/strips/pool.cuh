@@ -24,8 +24,8 @@ namespace tensor_core
 /* The blocks in tiles of KEYS keys. A unit is a tile, or the tiles of a block. */
 template <int KEYS> struct pool_tiles {
     int size;   /* keys of a block */
-    int blocks; /* of a unit */
-    int tiles;  /* of a unit */
+    int blocks; /* blocks of a unit */
+    int tiles;  /* tiles of a unit */
 
     __device__ explicit pool_tiles(const skl_problem &p)
         : size((int)skl_max(1, skl_min(p.pool_size, p.len_k))), blocks(max(1, KEYS / size)),
@@ -148,9 +148,9 @@ template <typename HEADS> struct sum_of_keys {
     }
 };
 
-/* Where a thread writes M of one of its rows in a tile. */
+/* The part of the target that a thread writes: M of one of its rows in a tile. */
 struct target_tile {
-    float *row;      /* of the first block */
+    float *row;      /* M of the first block */
     int blocks_left; /* in the row */
     bool continues;  /* the tile is not the first of its block */
 

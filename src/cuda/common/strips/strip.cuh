@@ -110,7 +110,7 @@ __device__ inline query_slot slot_at(const strip_params &params, unsigned index,
         return slot;
     const skl_range top = skl_visible(&p, &slot.sequence, slot.first);
     const skl_range bottom = skl_visible(&p, &slot.sequence, slot.first + slot.count - 1);
-    /* Also if no query attends to any of these tiles, between a `begin` that exceeds the `end` of row bounds: dk
+    /* The range also holds tiles that no query attends to, between a `begin` and a smaller `end` of row bounds: dk
      * reads G of every slot from the first query whose `end` is after a tile's first key to the last whose `begin` is
      * not after its last key. */
     slot.tile_begin = (int)(top.begin / SIDE);
@@ -206,7 +206,7 @@ __device__ inline float upstream_of(const strip_params &params, const query_slot
 struct head_list {
     int first, count;
     int heads_per_key;
-    int slabs; /* of a head */
+    int slabs; /* slabs per head */
     bool of_b; /* heads of the student */
 };
 

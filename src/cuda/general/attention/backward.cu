@@ -19,9 +19,9 @@ struct row_stats {
 
 struct backward_memory {
     pipeline_memory pipe;
-    __align__(16) gradient_tile gradient; /* of the logits */
+    __align__(16) gradient_tile gradient; /* gradient of the logits */
     row_stats stats[TILE];
-    skl_lse2 lse_t[TILE]; /* of one head of the teacher group */
+    skl_lse2 lse_t[TILE]; /* LSEs of one head of the teacher group */
     key_span spans[TILE];
     row_source streamed; /* rows that the logit gradients are multiplied with */
     work_item work;

@@ -17,7 +17,7 @@
 struct forward_memory {
     pipeline_memory pipe;
     thread_states states;
-    skl_lse2 lse_t[TILE]; /* of one head of the teacher group */
+    skl_lse2 lse_t[TILE]; /* LSEs of one head of the teacher group */
     skl_lse2 lse_s[TILE]; /* for dot_t */
     skl_dot_rule rules[TILE];
     key_span spans[TILE];

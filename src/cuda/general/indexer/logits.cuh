@@ -55,7 +55,7 @@ template <int QUERIES> struct thread_pairs {
 
 /* ---- Teacher -------------------------------------------------------------------------------------------------- */
 
-/* What maxima and sums in log space begin with. That of a sum is finite: -inf - -inf would be NaN. */
+/* Initial value of maxima and sums in log space. For a sum it is finite: -inf - -inf would be NaN. */
 __device__ inline float nothing_in_log_space(bool largest)
 {
     return largest ? -INFINITY : -3e38F;

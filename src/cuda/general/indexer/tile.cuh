@@ -41,7 +41,7 @@ template <int QUERIES> struct index_memory {
     __align__(16) float dots[TILE * DOT_STRIDE]; /* [row][key] of a product */
     int64_t keys[KEY_TILE];                      /* -1: none */
     int64_t blocks[KEY_TILE];                    /* pooled teacher: the tile's, while `keys` are the teacher's */
-    int count;                                   /* of keys, the last of which may be -1 */
+    int count;                                   /* number of keys, the last of which may be -1 */
     skl_range visible[QUERIES];                  /* keys of each query; with a pooled teacher, blocks */
     skl_range seen[QUERIES];                     /* the teacher's keys of each query */
     skl_lse2 lse[TILE];                          /* teacher heads: LSE of each row of the product */
@@ -69,7 +69,7 @@ template <int QUERIES> __device__ inline bool sees_key(const index_memory<QUERIE
     return skl_index_is_visible(memory.keys[n], memory.visible[query]) != 0;
 }
 
-/* The same while the current 64 are keys of the teacher. */
+/* Whether the teacher attends to a key of the current 64, which are keys of the teacher. */
 template <int QUERIES> __device__ inline bool teacher_sees_key(const index_memory<QUERIES> &memory, int query, int n)
 {
     return skl_index_is_visible(memory.keys[n], memory.seen[query]) != 0;
@@ -144,7 +144,7 @@ __device__ inline void for_each_of(index_memory<QUERIES> &memory, int64_t first,
     __syncthreads(); /* memory may be used for something else */
 }
 
-/* The same for the tile's keys. */
+/* Calls visit() for each 64 of the tile's keys that include one. */
 template <int QUERIES, typename VISIT>
 __device__ inline void for_each_keys(index_memory<QUERIES> &memory, int64_t first, int64_t step, VISIT visit)
 {
@@ -164,8 +164,8 @@ __device__ inline int64_t key_of_block(const index_memory<QUERIES> &memory, int6
     return block >= 0 && skl_index_is_visible(key, memory.tile.teacher_keys) ? key : -1;
 }
 
-/* The same for all keys that the teacher's LSEs cover: with a list of blocks, those of the listed ones. MAY_POOL: the
- * teacher may be pooled. */
+/* Calls visit() for each 64 of the keys that the teacher's LSEs cover: with a list of blocks, the keys of the listed
+ * ones. MAY_POOL: the teacher may be pooled. */
 template <bool MAY_POOL, int QUERIES, typename VISIT>
 __device__ inline void for_each_teacher_keys(index_memory<QUERIES> &memory, const skl_problem &p, VISIT visit)
 {

@@ -37,7 +37,7 @@ template <int DIM> struct backward_memory {
     smem_stage<DIM> stages[STAGES];
     row_stats stats[STAGES][ROWS];  /* DK: copied unchanged, LSEs in nats */
     int poisoned[ROWS];             /* whether a streamed row has a non-finite value */
-    row_ranges<WARPS * 32> visible; /* of up to two tiles of 16 rows per warp */
+    row_ranges<WARPS * 32> visible; /* up to two tiles of 16 rows per warp */
     skl_sequence sequence;          /* in shared memory to save registers */
 };
 
@@ -323,7 +323,7 @@ __device__ inline void clear_non_finite(smem_rows<DIM> &rows, int (&poisoned)[ST
 struct streamed_rows {
     int64_t origin;
     int needed, count;
-    reach warp; /* that the rows of this warp see */
+    reach warp; /* streamed rows that the rows of this warp see */
 };
 
 /* Adds all streamed rows of a head to the gradient of the block's rows first_row .. first_row + last_row. */
@@ -362,7 +362,7 @@ __device__ inline void sum_streamed(gradient_acc<SLICE<DIM>, M> &gradient, gradi
         const bool ragged = unit.MOVES && last_row < WARPS * 16 * M - 1;
         const bool masked = capped || ragged || !covers(warp.all, first, ROWS);
         const bool any_masked =
-            __syncthreads_or(masked); /* also: this stage is complete, and the other one is free */
+            __syncthreads_or(masked); /* barrier: this stage is complete, and the other one is free */
         if (first + ROWS < streamed.needed) {
             copy_rows(memory.stages[1 - stage].a, from_a, first + ROWS, streamed.count);
             copy_rows(memory.stages[1 - stage].b, from_b, first + ROWS, streamed.count);
@@ -463,7 +463,7 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
     for (int n = 0; n < sharing && last_row >= 0; n++)
         sum_streamed<ELEMENT, DIM, M, DK>(gradient, unit, params, memory, streamed, tile.head * sharing + n,
                                           tile.first, last_row);
-    row_tile<M, DK> stored; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    row_tile<M, DK> stored; /* `tile` again, so that it need not stay in registers during the loop */
     (void)stored.find(params);
     store_gradient<ELEMENT>(gradient, params, stored,
                             unit.value() * (params.teacher_side ? params.problem.scale_t : params.problem.scale_s),

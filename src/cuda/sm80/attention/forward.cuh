@@ -107,7 +107,7 @@ __device__ inline void sum_keys(skl_row_state (&state)[M][2], const forward_para
         if (!overlaps(warp.any, first, STAGE_ROWS<DIM>))
             continue;
 
-        constexpr int BLOCKS = 1; /* of 8 keys: steps of 16 keys need more registers for logits and were slower */
+        constexpr int BLOCKS = 1; /* a step has 8 keys: with 16, logits need more registers, which was slower */
         const uint32_t k_a = logit_b_address<BLOCKS>(memory.stages[stage].a);
         const uint32_t k_b = logit_b_address<BLOCKS>(memory.stages[stage].b);
         if (covers(warp.all, first, STAGE_ROWS<DIM>) && !capped &&
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS_PER_SM<DIM>)
                 memory.rows[acc_row<M>(m, half)] = merged;
         }
     __syncthreads();
-    query_tile<M> written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    query_tile<M> written; /* `tile` again, so that it need not stay in registers during the loop */
     (void)written.find(params, params.num_splits, (unsigned)params.head_group);
     const int row = (int)threadIdx.x;
     if (row < written.ROWS && written.first + row < written.sequence.query_count)

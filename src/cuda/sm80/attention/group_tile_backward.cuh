@@ -77,9 +77,9 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
     }
 
     static constexpr bool USES_STATIONARY = true;
-    static constexpr bool LOADS_REFERENCE = DK && !gradient_unit<ELEMENT>::MOVES; /* as far as registers allow */
+    static constexpr bool LOADS_REFERENCE = DK && !gradient_unit<ELEMENT>::MOVES; /* registers allow no more */
 
-    /* Which of its rows a thread keeps the sums of. */
+    /* Returns the row whose sums the thread keeps. */
     __device__ static int summed_row(const group_thread &thread)
     {
         return thread.acc_row(thread.lane % 4 / 2, thread.lane % 2);
@@ -116,7 +116,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         write_one_pass_row(params, smem.tile.sequence, smem.tile.head, smem.tile.first + row, state_of(kl_sums));
     }
 
-    /* As clear_non_finite in backward.cuh. */
+    /* Replaces values that are not finite, as clear_non_finite in backward.cuh does. */
     __device__ void sanitize(group_streamed<DIM> &streamed)
     {
         const int thread_index = (int)threadIdx.x;
@@ -147,7 +147,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return warp_max(largest);
     }
 
-    /* The same in the warps whose G a gradient is made of. Waits for them. */
+    /* Fits the unit to the largest factor of all warps whose G makes up a gradient, and waits for them. */
     __device__ void fit_unit(const warp_stats<DK> &stats)
     {
         const group_thread thread(index);

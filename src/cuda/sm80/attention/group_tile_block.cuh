@@ -1,5 +1,4 @@
-/* What the products of a teacher group by mma.sync share: tiles, threads, and a block's shared memory. See
- * group_tile_products.cuh. */
+/* Tiles, threads and shared memory of the products of a teacher group by mma.sync. See group_tile_products.cuh. */
 #ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BLOCK_CUH
 #define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BLOCK_CUH
 
@@ -16,16 +15,16 @@ constexpr int GROUP_SHARING = 2;                              /* warps with the 
 constexpr int GROUP_M = 2;                                    /* tiles of 16 stationary rows per warp */
 constexpr int GROUP_N = GROUP_STREAMED / (8 * GROUP_SHARING); /* blocks of 8 streamed rows per warp */
 constexpr int GROUP_THREADS = GROUP_STATIONARY / (16 * GROUP_M) * GROUP_SHARING * 32;
-constexpr int GROUP_TILE_M = GROUP_STATIONARY / 64; /* of query_tile and row_tile */
+constexpr int GROUP_TILE_M = GROUP_STATIONARY / 64; /* M of query_tile and row_tile */
 
 template <int DIM> struct group_streamed {
     uint4 chunks[GROUP_STREAMED][DIM / 8];
 };
 
-typedef float group_logits[GROUP_M][GROUP_N][4]; /* of a warp: its stationary x its streamed rows; also P */
+typedef float group_logits[GROUP_M][GROUP_N][4]; /* logits or P of a warp: stationary x streamed rows */
 
-/* Of a query. Teacher: LSE in base 2, and the factor that all P of the row share, relative to the head's own.
- * Student: LSE, and the factor of G. */
+/* Statistics of a query. Teacher: LSE in base 2, and the factor that all P of the row share, relative to the head's
+ * own. Student: LSE, and the factor of G. */
 struct alignas(8) query_stats {
     float lse, factor;
 };
@@ -51,13 +50,13 @@ struct stage_range {
     }
 };
 
-/* What all products of a block share, in shared memory to save registers. */
+/* Facts that all products of a block share, in shared memory to save registers. */
 struct group_block {
     skl_sequence sequence;
     int64_t first_row; /* stationary */
     int64_t origin;    /* streamed row that the rows of the stages count from */
     int rows, needed;  /* stationary rows that exist; streamed rows up to the last one that some row needs */
-    int last_query;    /* of the sequence, from the first stationary or streamed one on */
+    int last_query;    /* last query, counted from the first stationary or streamed one */
     int head, end;     /* student heads */
     range32 full;      /* streamed rows that all stationary rows see */
     bounded_band band;
@@ -83,9 +82,9 @@ template <int DIM> struct alignas(128) group_smem {
      * begin where their G does: other warps neither read nor write there, so that these need not wait for the block.
      */
     uint4 g[GROUP_STATIONARY][GROUP_STREAMED / 8];
-    group_source sources[2][SKL_GROUP_TILES_SIZE_MAX + 1]; /* of a student head's products: the teacher's, its own;
-                                                            * and those of the next head */
-    stage_range seen[GROUP_STATIONARY];                    /* by the stationary rows, in the student's product */
+    group_source sources[2][SKL_GROUP_TILES_SIZE_MAX + 1]; /* operands of a student head's products, first the
+                                                            * teacher's; and those of the next head */
+    stage_range seen[GROUP_STATIONARY]; /* stages that the stationary rows see, in the student's product */
     group_block block;
 };
 
@@ -95,14 +94,14 @@ template <typename PARAMS> struct group_tile_params : PARAMS {
     int32_t group_size;
     uint32_t new_keys; /* bit n: the keys of product n may be others than those of the product before it */
     int32_t slots;     /* for streamed rows: 2, or 1 where two blocks of two slots do not fit into an SM */
-    float shares[SKL_GROUP_TILES_SIZE_MAX]; /* of a teacher's head in the mean of those up to it */
+    float shares[SKL_GROUP_TILES_SIZE_MAX]; /* share of a teacher head in the mean of the heads up to it */
 };
 
 /* SMEM: what precedes the slots of the streamed rows. */
 template <int DIM, typename SMEM, typename PARAMS>
 group_tile_params<PARAMS> group_tile_params_of(const PARAMS &params, const skl_cuda_launch *launch)
 {
-    constexpr int RESERVED = 1024; /* of each block, by the system */
+    constexpr int RESERVED = 1024; /* bytes per block that the system reserves */
     constexpr int TWO = GROUP_BLOCKS_PER_SM * (int)(sizeof(SMEM) + 2 * sizeof(group_streamed<DIM>) + RESERVED);
     constexpr int ONE = GROUP_BLOCKS_PER_SM * (int)(sizeof(SMEM) + sizeof(group_streamed<DIM>) + RESERVED);
     static_assert(TWO <= 164 << 10 && ONE <= 100 << 10, "shared memory of a data center GPU, of a consumer card");
@@ -123,7 +122,7 @@ template <bool DK> struct group_product {
         STREAMED = 16,     /* bit: which slot the streamed rows are in */
         NEW_STREAMED = 32, /* the streamed rows of the next product are others: the block has to wait for them */
     };
-    int head; /* of the student */
+    int head; /* student head */
     int at;   /* first streamed row of the stage, and the bits above */
 
     /* Teacher head of the group; after the last one: the student. */
@@ -132,7 +131,7 @@ template <bool DK> struct group_product {
         return at & HEADS;
     }
 
-    /* Which of group_smem.sources it is in. */
+    /* Returns the index of the product's list in group_smem.sources. */
     __device__ int list() const
     {
         return DK ? head % 2 : 0;
@@ -187,7 +186,7 @@ __device__ inline unsigned group_index(unsigned kept_index)
     return kept_index % GROUP_THREADS; /* tells the compiler its range */
 }
 
-/* The same, for numbers that the compiler must not keep from an earlier use of the index. */
+/* The thread's index, read again: the compiler cannot keep numbers derived from an earlier use. */
 __device__ inline unsigned index_again()
 {
     unsigned index;
@@ -195,7 +194,7 @@ __device__ inline unsigned index_again()
     return index;
 }
 
-/* Where a thread is in the tile. Computed for every product. */
+/* The position of a thread in the tile, computed for every product. */
 struct group_thread {
     int lane;
     int row;    /* first of the warp's stationary rows */
@@ -215,12 +214,12 @@ struct group_thread {
         named_barrier_sync(1 + sharing(), 32 * GROUP_SHARING);
     }
 
-    __device__ int sharing() const /* which of the stationary rows that are shared */
+    __device__ int sharing() const /* index among the groups of shared stationary rows */
     {
         return row / (16 * GROUP_M);
     }
 
-    __device__ int half() const /* of the stage */
+    __device__ int half() const /* half of the stage */
     {
         return column / (8 * GROUP_N);
     }

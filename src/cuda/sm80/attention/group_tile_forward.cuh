@@ -69,7 +69,7 @@ template <typename ELEMENT, int DIM> struct group_forward_pass {
     }
 
     static constexpr bool USES_STATIONARY = false;
-    static constexpr bool LOADS_REFERENCE = false; /* it is in the L1 cache */
+    static constexpr bool LOADS_REFERENCE = false; /* the reference is in the L1 cache */
 
     template <bool MASKED> __device__ void add(const group_logits &p, const group_logits &y)
     {
@@ -129,8 +129,7 @@ __global__ void __launch_bounds__(GROUP_THREADS, GROUP_BLOCKS_PER_SM)
                 merged[thread.half()][thread.acc_row(m, half)] = state;
         }
     __syncthreads();
-    query_tile<GROUP_TILE_M>
-        written; /* the same tile, recomputed: `tile` need not stay in registers during the loop */
+    query_tile<GROUP_TILE_M> written; /* `tile` again, so that it need not stay in registers during the loop */
     (void)written.find(params, params.num_splits, (unsigned)params.head_group);
     const int row = (int)threadIdx.x;
     if (row >= GROUP_STATIONARY || written.first + row >= written.sequence.query_count)

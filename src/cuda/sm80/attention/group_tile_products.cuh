@@ -62,7 +62,7 @@ template <bool DK> struct warp_stats {
     }
 };
 
-/* Those of a thread's accumulators: for dk of one block of columns at a time. */
+/* Statistics of the rows of a thread's accumulators; dk has those of one block of columns at a time. */
 template <bool DK> struct tile_stats;
 
 template <> struct tile_stats<false> {
@@ -196,7 +196,7 @@ __device__ inline void run_group_products(const PARAMS &params, group_smem<DIM> 
     const auto replace_stationary = [&](const product_type &next) {
         if (!DK || has_new_keys(next)) {
             const auto copy = stationary_copy(next);
-            group_thread(index).sync_rows(); /* those before are not needed any more */
+            group_thread(index).sync_rows(); /* the former rows are not needed any more */
             copy.start();
         }
     };
@@ -262,7 +262,7 @@ __device__ inline void run_group_products(const PARAMS &params, group_smem<DIM> 
                 __syncthreads();
             }
         } else
-            group_thread(index).sync_rows(); /* the same for the stationary rows: warps with others need not wait */
+            group_thread(index).sync_rows(); /* only warps that share stationary rows wait */
         {
             const product_type next = now.next(block, group_size);
             const bool exists = now.n() < group_size || next.exists(block);

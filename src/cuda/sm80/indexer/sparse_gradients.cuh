@@ -40,7 +40,7 @@ template <int DIM> struct sparse_gradient_smem {
     smem_rows<STAGE_KEYS> gated_weights[(HEADS + GATED_ROWS - 1) / GATED_ROWS]; /* w [A > 0], [head][key] */
     float weights[HEADS];                                                       /* multiples of weight_unit */
     float dy[STAGES][STAGE_KEYS];                                               /* multiples of dy_unit */
-    float largest[2];                                                           /* of dy, of the weights */
+    float largest[2];                                                           /* largest |dy|; largest |weight| */
     sparse_row32 row;
 };
 
@@ -78,11 +78,11 @@ template <typename ELEMENT, int DIM> struct sparse_heads {
     const sparse_params &params;
     sparse_gradient_smem<DIM> &smem;
     row_source<ELEMENT> queries, keys;
-    int count;          /* of heads */
-    int64_t first_head; /* of the row's index heads */
+    int count;          /* number of heads */
+    int64_t first_head; /* first of the row's index heads */
     warp_layout layout;
-    const float *dy; /* of the row */
-    float *entry_dk; /* of the row; NULL: not wanted */
+    const float *dy; /* dy of the row */
+    float *entry_dk; /* dk of the row's entries; NULL: not wanted */
     float factor;    /* upstream gradient times scale */
     float dy_unit, weight_unit;
 
@@ -297,7 +297,7 @@ __device__ inline void find_largest(sparse_gradient_smem<DIM> &smem, const spars
     }
     largest_dy = warp_max(largest_dy);
     largest_weight = warp_max(largest_weight);
-    if (threadIdx.x % 32 == 0) { /* as integers: floats that are not negative have the same order */
+    if (threadIdx.x % 32 == 0) { /* floats that are not negative have the order of their bits */
         atomicMax((int *)(void *)&smem.largest[0], __float_as_int(largest_dy));
         atomicMax((int *)(void *)&smem.largest[1], __float_as_int(largest_weight));
     }

@@ -26,7 +26,7 @@ struct sparse_params : skl_cuda_params {
     int32_t stage_size;         /* bytes of shared memory for all stages */
     lse_row *mean;              /* [block][top_k]: sum over the teacher heads, not divided by their number yet */
     float *logits;              /* [block][top_k]: index logits, not scaled yet */
-    int64_t row_first, row_end; /* of the launch */
+    int64_t row_first, row_end; /* rows of the launch */
     float *dy;                  /* [row of the launch][top_k], without upstream gradient and scale */
     float *entry_dk;            /* [row of the launch][top_k][dim]: what each entry adds to dk; NULL: not wanted */
 };

@@ -30,11 +30,11 @@
 namespace sm80
 {
 
-constexpr int WARP_HEADS = 32, WARP_KEYS = 64; /* of a tile */
+constexpr int WARP_HEADS = 32, WARP_KEYS = 64; /* a warp's part of a tile */
 constexpr int TILE_KEYS_MAX = 256;             /* one thread per key reduces a tile */
 constexpr int TILE_SIZE = WARP_HEADS * WARP_KEYS * SPARSE_WARPS;
 constexpr int SPARSE_STAGES_MAX = 4;
-typedef logits<WARP_HEADS / 16, WARP_KEYS / 8> sparse_logits; /* of a warp */
+typedef logits<WARP_HEADS / 16, WARP_KEYS / 8> sparse_logits; /* logits of a warp */
 
 /* How the warps share a product, by its number of heads. */
 struct tile_shape {
@@ -70,15 +70,15 @@ template <typename ELEMENT> struct sparse_product {
 };
 
 template <typename ELEMENT> struct sparse_smem {
-    sparse_row32 row; /* this and the rest are in shared memory to save registers */
+    sparse_row32 row; /* all members are in shared memory to save registers */
     sparse_product<ELEMENT> product;
-    lse_row *mean; /* of this block */
+    lse_row *mean; /* the block's part of params.mean */
     float *logits;
-    skl_lse2 lse[SPARSE_HEADS];              /* of the teacher heads of a product */
-    float weights[SPARSE_HEADS];             /* of the index heads of a product */
+    skl_lse2 lse[SPARSE_HEADS];              /* LSEs of the teacher heads of a product */
+    float weights[SPARSE_HEADS];             /* weights of the index heads of a product */
     lse_row partial[TILE_SIZE / WARP_HEADS]; /* [warp along heads][key]; for LSEs [warp along keys][head] */
-    index_row warp_sums[SPARSE_WARPS];       /* of the row, over the entries of each warp */
-    index_row sums;                          /* of the row, over all entries */
+    index_row warp_sums[SPARSE_WARPS];       /* sums of the row over the entries of each warp */
+    index_row sums;                          /* sums of the row over all entries */
     __align__(128) unsigned char slabs[];    /* resident queries, then stages */
 };
 

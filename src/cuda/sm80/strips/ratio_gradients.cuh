@@ -14,7 +14,7 @@
 namespace sm80
 {
 
-/* What the gradients of a head need of a query. */
+/* Row statistics of a query for the gradients of a head. */
 struct alignas(16) gradient_row {
     float lse, low, offset, grad; /* LSE in base 2 as two floats; upstream gradient */
 };

@@ -28,10 +28,10 @@ namespace sm80
 
 enum ratio_output { OUTPUT_ROWS, OUTPUT_RATIOS, OUTPUT_DOTS };
 
-/* What dot_t needs of a row, besides its keys. */
+/* Row statistics for dot_t. */
 struct dot_row {
     group_row_lses lses;
-    float mean; /* as in skl_dot_rule */
+    float mean; /* mean of skl_dot_rule */
 };
 static_assert(sizeof(dot_row) == SKL_DOT_ROW_SIZE, "cuda/select plans the workspace");
 
@@ -106,7 +106,7 @@ __device__ inline bool is_masked(float ratio)
     return __float_as_uint(ratio) == MASKED_RATIO;
 }
 
-/* What R needs of a row. */
+/* Row statistics for R. */
 struct ratio_row {
     skl_lse2 lse_s;
     float log2_share; /* log2 of the probability of the visible keys under the teacher's LSEs */

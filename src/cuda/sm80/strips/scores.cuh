@@ -29,7 +29,7 @@ namespace sm80
 
 constexpr int TILE_KEYS = STAGE_ROWS<SLAB>;
 constexpr int TILES_PER_G_TILE = SIDE / TILE_KEYS;
-constexpr int M_TILES = SIDE / (WARPS * 16);          /* of 16 queries, per warp */
+constexpr int M_TILES = SIDE / (WARPS * 16);          /* tiles of 16 queries per warp */
 typedef float tile_logits[M_TILES][TILE_KEYS / 8][4]; /* 32 x 64 per warp */
 
 __device__ inline void fill(tile_logits &x, float value)
@@ -50,11 +50,11 @@ struct slab_stage {
 
 struct score_smem {
     slab_stage stages[STAGES];
-    query_slot slot;       /* this and the rest are in shared memory to save registers */
+    query_slot slot;       /* these and the next members are in shared memory to save registers */
     head_list streamed[3]; /* one after another: the teacher, the student, ... */
     int streamed_count;
     unsigned slot_index;
-    int split, tile_begin, tile_end; /* of the keys, in tiles of TILE_KEYS */
+    int split, tile_begin, tile_end; /* split of the keys, in tiles of TILE_KEYS */
 };
 static_assert(2 * (sizeof(score_smem) + 1024) <= 100 * 1024, "two blocks share an SM of a consumer card");
 
@@ -91,7 +91,7 @@ template <typename ELEMENT, typename TILES = whole_tiles> struct slab_stream {
     const strip_params &params;
     score_smem &smem;
     slab_iterator next_copy; /* the slab that is copied next */
-    int stage;               /* of the slab that is multiplied next */
+    int stage;               /* stage of the slab that is multiplied next */
     TILES tiles;
 
     /* Whether the stage still holds these keys, from two slabs before. */

@@ -67,7 +67,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         issue_product<DIM>(x, keys, ring[n % DEPTH]);
     }
 
-    /* Where 32 dimensions of dq of stage n leave from: from dimension 64 on, the place of its dS. */
+    /* Returns the buffer from which 32 dimensions of dq of stage n leave. From dimension 64 on it is that of dS. */
     __device__ unsigned char (*dq_slab(int slab, int n))[128]
     {
         return slab < 2 ? smem.dq[slab] : &smem.ds[n % 2][(slab - 2) * STAGE_ROWS];

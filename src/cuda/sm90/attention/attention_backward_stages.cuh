@@ -21,9 +21,9 @@ struct alignas(16) stage_pair {
     float lse_b[2], shift[2], lse_a[2], weight[2];
 };
 
-/* What consumers know about a stage: in shared memory, because they have no registers for it. */
+/* Facts about a stage in shared memory: consumers have no registers for them. */
 struct stage_info {
-    int row, head; /* its first query, in the tensor */
+    int row, head; /* place of the stage's first query in the tensor */
     int flags;
     int unknown[STATS_WARPS]; /* whether a query or the gradient of its output may not be finite, by 32 queries */
 };

@@ -268,7 +268,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         if (keys.stages == 0)
             return;
         barrier_wait(smem.queries_full, 0);
-        if (warpgroup == 1) /* so that the warpgroups do not run in step */
+        if (warpgroup == 1) /* the warpgroups must not run in step */
             named_barrier_sync(STARTS, CONSUMERS * 128);
         forward_logits x, b;
         float before[2];

@@ -135,7 +135,7 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
         return smem.tiles[n % TILES];
     }
 
-    /* What to add to a row of the tile so that the warpgroups swap their rows. */
+    /* Returns the offset that makes the warpgroups swap their rows of a tile. */
     __device__ int row_offset(int n, int of_warpgroup) const
     {
         return n % 2 == 0 ? 0 : of_warpgroup == 0 ? 64 : -64;
@@ -256,7 +256,7 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
             ((float *)rows.data)[SKL_ROW(rows, tile.batch, tile.head, query)] = value;
     }
 
-    /* As write_row_of_two, in the 32-bit arithmetic that this kernel's problems allow. */
+    /* Writes a row as write_row_of_two does, in the 32-bit arithmetic that this kernel's problems allow. */
     __device__ void write_row(int n, const skl_row_state &of_keys) const
     {
         const int lane = (int)(threadIdx.x % 4), row = acc_row<1>(0, lane % 2), offset = row_offset(n, warpgroup);

@@ -39,7 +39,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
     uint32_t other_q[SHAPE::REG_DIMS / 16 + (SHAPE::REG_DIMS == 0)][4];
     float dq[DIM / 8][4];
     static constexpr bool HAS_LONG_SUMS = WRT_B && SHAPE::HAS_LONG_SUMS;
-    row_sums sums[2]; /* with respect to B: of the KL */
+    row_sums sums[2]; /* gradients of B: sums of the KL */
 
     __device__ static bool find(const backward_params &params, memory &smem, tile_type &tile, row_stream &keys)
     {

@@ -47,7 +47,7 @@ template <int DIM_S> struct group_backward_smem {
     float poison[STAGE_KEYS]; /* NaN for non-finite keys of the student, else 0 */
     group_barriers barriers;
     uint64_t sanitized, g_full, g_empty;
-    block_tile tile; /* this and the rest are in shared memory to save registers */
+    block_tile tile; /* this and the next members are in shared memory to save registers */
     int count;
     stage_schedule keys;
     int key_ends[TILE_QUERIES]; /* ends of visible keys; student_stats has the begins: every byte counts here */
@@ -58,7 +58,7 @@ template <int DIM_S> constexpr int GROUP_FIXED_SIZE = (sizeof(group_backward_sme
 
 /* ---- dq ----------------------------------------------------------------------------------------------------- */
 
-/* As prepare_queries of the fused backward. */
+/* Prepares the student's queries as prepare_queries of the fused backward does. */
 template <typename ELEMENT, int DIM_S>
 __device__ inline void prepare_student_queries(const backward_params &params, group_backward_smem<DIM_S> &smem)
 {

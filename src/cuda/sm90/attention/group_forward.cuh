@@ -32,7 +32,7 @@ template <int DIM_S> struct group_forward_smem {
     smem_rows<DIM_S / 64> queries_s;
     unsigned char keys_s[TEAMS][DIM_S / 64][GROUP_KEYS][128];
     group_barriers barriers[TEAMS];
-    block_tile tile; /* this and the rest are in shared memory to save registers */
+    block_tile tile; /* this and the next members are in shared memory to save registers */
     teacher_group group;
     int64_t origin; /* key that the keys below count from */
     int needed;     /* keys up to the last one that some query attends to */

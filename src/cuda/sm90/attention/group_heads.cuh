@@ -103,7 +103,7 @@ template <int DIM_T, int KEYS> struct teacher_smem {
     static constexpr int HEAD_SIZE = DIM_T / 64 * block_tile::ROWS * 128, STAGE_SIZE = DIM_T / 64 * KEYS * 128;
     unsigned char *query_rows, *key_stages;
 
-    /* With the stages from `first_slot` on. */
+    /* Returns the memory with its stages from `first_slot` on. */
     __device__ static teacher_smem of(unsigned char *base, int heads, int first_slot)
     {
         return {base, base + heads * HEAD_SIZE + first_slot * STAGE_SIZE};

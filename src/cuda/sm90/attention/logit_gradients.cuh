@@ -321,7 +321,7 @@ __device__ inline void store_row(void *gradient, int64_t offset, const skl_side 
 #pragma unroll
     for (int n = 0; n < BLOCKS; n++) {
         const float low = x[n][half * 2] * first * second, high = x[n][half * 2 + 1] * first * second;
-        if constexpr (operand<ELEMENT>::TWO_TERM) { /* of any type and size */
+        if constexpr (operand<ELEMENT>::TWO_TERM) { /* gradients of any type and size */
             const bool bf16 = side.grad_dtype == SKL_BF16;
             columns.store(n, 0, low, bf16 ? skl_to_bf16(low) : skl_to_f16(low));
             columns.store(n, 1, high, bf16 ? skl_to_bf16(high) : skl_to_f16(high));

@@ -1,4 +1,4 @@
-/* What the forward kernels of narrow heads share: their geometry, their buffers, and the logits of a stage. */
+/* Shared by the forward kernels of narrow heads: geometry, buffers, and the logits of a stage. */
 #ifndef SKL_CUDA_SM90_ATTENTION_NARROW_STAGE_CUH
 #define SKL_CUDA_SM90_ATTENTION_NARROW_STAGE_CUH
 

@@ -1,4 +1,4 @@
-/* What the Hopper backwards with tiles of queries share: fused (dq and dk of one argument), joint (of both) and that
+/* Shared by the Hopper backwards with tiles of queries: fused (dq and dk of one argument), joint (of both), and that
  * of teacher groups. Their dq warpgroups keep dq in registers and write G to shared memory; a dk warpgroup multiplies
  * it with the queries, and TMA adds dk of each stage to f32 sums in global memory.
  *
@@ -50,7 +50,7 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
         const int64_t query = skl_min(tile.first + row, tile.sequence.query_count - 1);
         const skl_range sees = skl_visible(&params.problem, &tile.sequence, query);
         if (sees.begin >= sees.end)
-            continue; /* its gradient is 0, whatever the upstream gradient is */
+            continue; /* a row without keys has gradient 0, whatever its upstream gradient is */
         const float size = fabsf(row_stat(params, 3, tile.sequence, tile.head, query));
         largest = size < INFINITY ? fmaxf(largest, size) : largest;
     }
@@ -110,7 +110,7 @@ __device__ inline void write_g(unsigned char (&rows)[ROWS][128], const uint32_t 
         stmatrix_x4(to ^ (uint32_t)((first_key / 16 + step) * 32), g[step]);
 }
 
-/* Where dq of a tile goes. Without data the caller asks for no dq. */
+/* Destination of a tile's dq. Without data the caller asks for no dq. */
 struct dq_output {
     skl_side side;
     skl_output rows;

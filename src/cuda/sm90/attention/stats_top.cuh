@@ -101,8 +101,8 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         row_ranges<STATS_QUERIES> visible; /* keys of the sequence */
     };
 
-    /* Of the thread's two rows: */
-    float maxima[2][8][4]; /* of the groups, as the products of two stages */
+    /* State of the thread's two rows: */
+    float maxima[2][8][4]; /* maxima of the groups, as the products of two stages */
     float threshold[2];    /* smaller products are no candidates */
     uint64_t end[2];       /* address of the next candidate */
 

@@ -41,7 +41,7 @@ template <int DIM> struct sparse_gradient_smem {
 
     alignas(1024) row_stage<DIM> stages[DEPTH];
     row_stage<DIM> queries[ROW_SLOTS];
-    float dk[DK_WARPGROUPS][STAGE_KEYS][DK_STRIDE]; /* what the entries of a tile add to dk */
+    float dk[DK_WARPGROUPS][STAGE_KEYS][DK_STRIDE]; /* dk of the entries of a tile */
     float dy[DEPTH][STAGE_KEYS];
     row_ring rows;
     uint64_t full[DEPTH], empty[DEPTH];

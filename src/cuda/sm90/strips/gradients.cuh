@@ -208,7 +208,7 @@ template <int DIM> __device__ inline void init_barriers(gradient_smem<DIM> &smem
     barrier_init_fence();
 }
 
-/* Of the four warps after the consumers, warp 0 is the producer, warps 2 and 3 sanitize. */
+/* Roles of the four warps after the consumers: warp 0 is the producer, warps 2 and 3 sanitize. */
 enum warp_role { ROLE_CONSUMER, ROLE_PRODUCER, ROLE_SANITIZER, ROLE_IDLE };
 
 __device__ inline warp_role role_of_warp()
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(GRADIENT_THREADS, 1)
         gradient_consumer<DIM> consumer = {smem, warpgroup, ordered_barrier(smem.order, warpgroup)};
         const float least = params.least;
         consumer.clear();
-        uint4 g[2][STAGE_KEYS / 16]; /* of a stage, and of the next one, whose load is in flight */
+        uint4 g[2][STAGE_KEYS / 16]; /* G of a stage, and of the next one, whose load is in flight */
         const auto load_g = [&](uint4(&to)[STAGE_KEYS / 16], int n) {
             const uint4 *const from = g_block(params, slot_index, slot.tile_begin + n / 2, (int)(threadIdx.x / 32),
                                               n % 2 * (STAGE_KEYS / 16));

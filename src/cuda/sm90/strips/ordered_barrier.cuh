@@ -13,7 +13,7 @@ namespace sm90
 struct ordered_barrier {
     uint64_t (&barriers)[CONSUMERS];
     int warpgroup; /* warp-uniform */
-    int phase;     /* of the warpgroup's next wait */
+    int phase;     /* phase of the warpgroup's next wait */
 
     __device__ static void init(uint64_t (&barriers)[CONSUMERS])
     {
