@@ -16,8 +16,8 @@ from ._checks import INPUTS, LENGTHS, ROWS, TENSORS, describe
 from ._problem import Problem
 
 _SEPARATE = ("v_s", "o_s", "do_s", "states")  # inputs that are no members of skl_inputs
-_CONTIGUOUS = ("sink_t", "sink_s", *LENGTHS, "states")  # only their addresses count
-TRAINED = (*TENSORS[:-1], "v_s")  # by the bits of skl_problem.gradients
+_CONTIGUOUS = ("sink_t", "sink_s", *LENGTHS, "states")  # contiguous tensors: the library takes their addresses alone
+TRAINED = (*TENSORS[:-1], "v_s")  # in the order of the bits of skl_problem.gradients
 
 
 # ---- Problems and plans --------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class Term:
     lengths: Lengths
     options: Any  # Options
     with_value: bool = True  # the KL of each row is still to be computed
-    # The lengths are those of packed sequences, in which the rows of the batch follow each other.
+    # The lengths describe packed sequences: the rows of the batch follow each other.
     packs_batch: bool = False
     plan: lib.Plan | None = None  # computes the attention and its KL; None until the call has looked it up
     lse_s: torch.Tensor | None = None  # the student's LSE, once a forward has computed the KL; packed as q_t is
@@ -88,7 +88,7 @@ class Slot:
 
     def __init__(self, inject: bool, term: Term | None = None) -> None:
         self.inject = inject  # the weight of the KL does not depend on an upstream gradient
-        # None: the backward is that of the attention alone. A KL that comes after the forward has a kernel that carries it.
+        # None: the attention carries no KL. A KL that comes after the forward has a kernel that carries it.
         self.term = term
         self.is_done = False  # the backward has run
         self.apart: str | None = None  # why later steps run the module's own attention
@@ -153,7 +153,7 @@ class Carried(torch.autograd.Function):
         ctx.graph, ctx.of_kl = made.graph, made.of_kl
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, made.output, made.lse)
-        # Not the tensor that the slot keeps: as an output it would refer to the graph.
+        # A tensor of its own: the one that the slot keeps would refer to the graph if it were an output.
         value = q.new_zeros((), dtype=torch.float32) if slot.value is None else slot.value.detach()
         return made.output, value
 
@@ -380,7 +380,7 @@ def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
     try:
         return plan_of(q_t, k_t, q, k, v, lse_t, lengths, options)
     except ValueError as error:
-        raise ValueError(re.sub(r"\b(q|k|v|dim)_s\b", r"\1", str(error))) from None  # by the names of this function
+        raise ValueError(re.sub(r"\b(q|k|v|dim)_s\b", r"\1", str(error))) from None  # names as this function has them
 
 
 def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[float | torch.Tensor, torch.Tensor | None]:

@@ -214,7 +214,7 @@ def check_interruptible(call: Callable[[], int]) -> None:
 
     def run() -> None:
         try:
-            check(call())  # here: the library keeps the message of each thread's last error
+            check(call())  # checked in this thread: each thread has its own last error
         except Exception as error:
             errors.append(error)
         done.set()
@@ -254,7 +254,7 @@ class Plan:
         self.kernel = calls.skl_plan_kernel(handle).decode()
         self._destroy = calls.skl_plan_destroy
         rows = problem.total_q if problem.packed else problem.batch * problem.len_q
-        # From about 0.1 s of one core on, a call can be interrupted, which costs a thread of its own.
+        # Calls from about 0.1 s of one core on can be interrupted, which costs a thread each.
         self.is_long = (
             rows * problem.len_k * (problem.heads_t * problem.dim_t + problem.heads_s * problem.dim_s) > 10**9
         )

@@ -99,7 +99,7 @@ class _Masks(TypedDict, total=False):
     window_size: ``(left, right)``: a query attends to at most ``left`` keys before it and ``right`` keys after it; -1: no limit.
     cu_seqlens_q: ``[sequences + 1]`` int32 or int64, for packed sequences in tensors ``[total_q, heads, dim]``: sequence b
         has rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``. Each call converts int64 to int32. The CPU refuses lengths
-        outside of the tensors; a GPU limits them to the tensors, because a check would need a host-device synchronisation.
+        outside of the tensors; a GPU limits them to the tensors, because a check would need a host-device synchronization.
     cu_seqlens_k: offsets of the keys, in the format of ``cu_seqlens_q``.
     key_lengths: ``[batch]`` int32 or int64, converted like ``cu_seqlens_q``: keys from ``key_lengths[b]`` on are padding.
         Padding does not move positions.
@@ -354,7 +354,7 @@ def with_options(options: Any) -> Callable[[_Function], _Function]:
 
 # ---- Rules: one for each type --------------------------------------------------------------------------------------------
 #
-# Python and torch convert silently: True is 1, a tensor is its value (a host-device synchronisation on a GPU, without a
+# Python and torch convert silently: True is 1, a tensor is its value (a host-device synchronization on a GPU, without a
 # gradient). The rules refuse such values. A compiler's symbols are numbers.
 
 
@@ -426,7 +426,7 @@ def _rule_of(hint: Any) -> Callable[[str, Any], None]:
     return _RULES[hint]
 
 
-# By Lengths.of, by the operators and by Groups.
+# Types that Lengths.of, the operators and Groups check.
 _CHECKED_LATER = (torch.Tensor | None, torch.Tensor | Literal["mass"] | None, Parallel | None)
 RULES = {
     options: {name: _rule_of(hint) for name, (hint, _) in declared.items() if hint not in _CHECKED_LATER}
@@ -473,7 +473,7 @@ def translate(declared: Any, gradients: int, options: dict[str, Any]) -> tuple[L
         lengths = Lengths(*[_as_int32(name, options.get(name)) for name in Lengths._fields])
         options = {name: value for name, value in options.items() if name not in _LENGTH_NAMES}
     for name, check in ("window_size", _check_pair), ("pool", _check_pool):
-        if name in options:  # here, because the cache does not compare types inside a tuple
+        if name in options:  # checked before the cache, which does not compare types inside a tuple
             check(name, options[name])
     fixed = declared, gradients, torch.are_deterministic_algorithms_enabled()
     if torch.compiler.is_compiling():
@@ -516,7 +516,7 @@ def _as_int32(name: str, lengths: torch.Tensor | None) -> torch.Tensor | None:
 def to_int32(name: str, values: torch.Tensor) -> torch.Tensor:
     """Converts int64. Raises ValueError for a value out of range, where a plain conversion would wrap.
 
-    On a GPU and in compiled code, where reading a value would synchronise or break the graph, such a value becomes the
+    On a GPU and in compiled code, where reading a value would synchronize or break the graph, such a value becomes the
     nearest int32.
     """
     if values.dtype != torch.int64:

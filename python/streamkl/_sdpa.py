@@ -66,7 +66,7 @@ def sdpa_with_lse(query, key, value, mask=None, dropout=0.0, causal=False, scale
         )
     else:
         return None
-    return output, lse.detach().flatten(2)[..., : query.shape[2]]  # some round the length up, or add a dimension of 1
+    return output, lse.detach().flatten(2)[..., : query.shape[2]]  # some kernels pad the length or add a dimension
 
 
 def attend(q, k, v, lengths, options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,6 +152,6 @@ def _with_matrices(q, k, v, lengths, options, scale):
         layout="bhnd",
         **lengths._asdict(),
     )
-    # In the strides of q: the output of one query would have rows one element apart, which no kernel takes.
+    # A copy in the strides of q: the output of one query would have rows one element apart, which no kernel takes.
     output = torch.empty_like(q).copy_(output)
     return output if options.heads_first else output.transpose(-3, -2), lse

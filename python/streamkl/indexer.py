@@ -135,7 +135,7 @@ def indexer_kl(
         indices: top-k keys that each row attends to (sparse), ``[batch, len_q, top_k]`` or
             ``[batch, len_q, heads_s, top_k]``, int32 or int64, in any order, counted from the start of the row's own
             sequence. -1 and keys that the masks hide are ignored; a key that occurs twice counts twice. The CPU refuses an
-            index outside of the sequence; a GPU ignores it, because a check would need a host-device synchronisation.
+            index outside of the sequence; a GPU ignores it, because a check would need a host-device synchronization.
             Default: all keys that the masks leave.
         {options}
         return_rows: also return the row vectors.

@@ -122,7 +122,7 @@ def _add_sequence(sums, counts, tensors, lse_t, lse_s, len_q, len_k, lengths_and
     attends = lse_s != -torch.inf
     counts.index_add_(0, row_of_query, attends[:, 0].sum(0).double())  # all heads of a query attend to the same keys
 
-    # LSEs in base 2, like the states. The states of a teacher group are normalised already.
+    # LSEs in base 2, like the states. The states of a teacher group are normalized already.
     in_base_2 = [torch.where(lse == -torch.inf, 0.0, lse.double()) / math.log(2) for lse in (lse_t, lse_s)]
     if lse_t.shape != lse_s.shape:
         in_base_2[0] = torch.zeros_like(in_base_2[1])

@@ -257,7 +257,7 @@ def attention(q, k, v, *, softmax_scale=None, softcap=0.0, **options):
 
 
 def indexer_kl(q_t, k_t, q_s, k_s, w_s, indices=None, *, return_rows=False, **options):
-    """streamkl.indexer_kl with matrices. Normalises the teacher on the visible keys, whatever lse_t covers."""
+    """streamkl.indexer_kl with matrices. Normalizes the teacher on the visible keys, whatever lse_t covers."""
     asked = _asked(IndexerOptions, options)
     packed, heads = asked.cu_seqlens_q is not None, -3 if asked.layout == "bhnd" else -2
     k_s, w_s, indices = (

@@ -70,7 +70,7 @@ struct skl_backend {
 };
 
 extern const skl_backend skl_cpu_backend;
-extern const skl_backend skl_cuda_backend; /* in builds with SKL_WITH_CUDA */
+extern const skl_backend skl_cuda_backend; /* exists in builds with SKL_WITH_CUDA */
 
 /* Number of states in a contiguous array. */
 SKL_HOST_DEVICE int64_t skl_state_count(const skl_problem *p)

@@ -40,13 +40,13 @@ SKL_HOST_DEVICE int skl_op_has_gradients(skl_op op)
     return op == SKL_OP_BACKWARD || op == SKL_OP_FORWARD_BACKWARD || op == SKL_OP_ATTENTION_BACKWARD;
 }
 
-/* Whether it computes them together with rows, from both LSEs. */
+/* Whether an operation computes gradients and rows together, from both LSEs. */
 SKL_HOST_DEVICE int skl_op_is_one_pass(skl_op op)
 {
     return op == SKL_OP_FORWARD_BACKWARD || op == SKL_OP_ATTENTION_BACKWARD;
 }
 
-/* For a window of a checked problem. */
+/* Whether a window of a checked problem has no limit. */
 SKL_HOST_DEVICE int skl_is_unlimited(int64_t window)
 {
     return window > SKL_LENGTH_MAX;

@@ -37,7 +37,7 @@ SKL_HOST_DEVICE double skl_lse_with_sink(double lse, double sink)
 typedef struct skl_row_lses {
     int64_t group;    /* teacher heads of the student head */
     const float *t;   /* LSE of the first of them; NULL: logits are not relative */
-    int64_t stride_t; /* from teacher head to teacher head */
+    int64_t stride_t; /* stride between teacher heads */
     const float *s;   /* LSE of the student; NULL: logits are not relative */
 } skl_row_lses;
 

@@ -53,7 +53,7 @@ skl_status skl_struct_read(const skl_struct *type, void *to, const void *from)
 skl_status skl_struct_write(const skl_struct *type, void *to, const void *from)
 {
     size_t size = 0;
-    const size_t first = sizeof size; /* after struct_size */
+    const size_t first = sizeof size; /* first byte after struct_size */
     SKL_TRY(check_struct(type, to, &size));
     memcpy((unsigned char *)to + first, (const unsigned char *)from + first, size - first);
     return SKL_OK;

@@ -8,9 +8,9 @@
 /* Larger sizes are refused: they are more likely garbage than the struct of a newer release. */
 enum { SKL_STRUCT_SIZE_MAX = 4096 };
 
-/* A public struct. `first_size` is what the first release with this struct had: no program has a shorter one. */
+/* A public struct. `first_size` is its size in the first release that had it: no program has a shorter one. */
 typedef struct skl_struct {
-    const char *name; /* in messages */
+    const char *name; /* name in messages */
     size_t size, first_size;
     const char *hint; /* ends the message about its size */
 } skl_struct;

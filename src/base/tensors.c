@@ -23,7 +23,7 @@ typedef struct tensor_rule {
     kind kind;
     need need;
     const char *why; /* completes "NULL: must be given ..." or "given: must be NULL ..." */
-    bool shared;     /* by all sequences: no batch dimension */
+    bool shared;     /* all sequences share the tensor: no batch dimension */
 } tensor_rule;
 
 static int64_t span_of(int64_t extent, int64_t stride, int64_t inner_span)

@@ -254,7 +254,7 @@ static skl_status sink_gradients(const skl_plan *plan, const skl_call *call)
 static skl_status allocate(const skl_plan *plan, size_t size, void **memory, skl_stream stream)
 {
     (void)plan, (void)stream;
-    const size_t units = size / SKL_WORKSPACE_ALIGNMENT + 1; /* not 0 */
+    const size_t units = size / SKL_WORKSPACE_ALIGNMENT + 1; /* at least 1 */
     *memory = aligned_alloc(SKL_WORKSPACE_ALIGNMENT, units * SKL_WORKSPACE_ALIGNMENT);
     return *memory != NULL ? SKL_OK : skl_fail(SKL_ERROR_MEMORY, "workspace: %zu bytes could not be allocated", size);
 }

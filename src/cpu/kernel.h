@@ -55,7 +55,7 @@ typedef struct skl_cpu_work {
     /* Statistics of attention; NULL for indexers. */
     size_t (*stats_scratch_size)(const skl_problem *problem); /* bytes per thread */
     void (*stats_rows)(const skl_task *task); /* computes the rows of a query tile, and its part of the head's sums */
-    void (*stats_keys)(const skl_task *task); /* computes a key tile; `head` is that of the result */
+    void (*stats_keys)(const skl_task *task); /* computes a key tile; `head`: head of the result */
 } skl_cpu_work;
 
 typedef struct skl_cpu_works {

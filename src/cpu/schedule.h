@@ -21,7 +21,7 @@ typedef struct skl_schedule {
     int64_t chain_heads; /* heads per chain */
     int64_t item_count;
     _Atomic int64_t next, done;
-    int64_t work_before, work_total; /* for progress, over all passes of a call */
+    int64_t work_before, work_total; /* work for progress, over all passes of a call */
 } skl_schedule;
 
 /* Number of counters for `threads` threads: see ordered_sum.h. */

@@ -9,8 +9,8 @@ enum { SKL_CPU_PASSES_MAX = 4 };
 typedef struct skl_cpu_passes {
     skl_cpu_pass pass[SKL_CPU_PASSES_MAX]; /* in the order in which they run */
     int count;
-    bool fused;      /* one of them is fused */
-    bool rows_first; /* the first one writes rows that the others read */
+    bool fused;      /* one of the passes is fused */
+    bool rows_first; /* the first pass writes rows that the others read */
 } skl_cpu_passes;
 
 /* Number `index` of the kernels of this build, best first; NULL past the end. */

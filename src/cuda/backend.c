@@ -1,5 +1,5 @@
 /* The CUDA backend: binds the launches of a call to its tensors and runs them on the caller's stream. A run neither
- * allocates nor synchronises. */
+ * allocates nor synchronizes. */
 #include "cuda/backend.h"
 
 #include <math.h>

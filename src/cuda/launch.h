@@ -60,7 +60,7 @@ struct skl_cuda_launch {
     const char *step;    /* "forward", "dq_s and dk_s", ... */
     const char *kernel;  /* name in the kernel list */
     const char *variant; /* one of SKL_VARIANT_* */
-    const char *reason;  /* why this kernel and not another */
+    const char *reason;  /* why it is this kernel */
     skl_cuda_launcher launcher;
     size_t workspace_at;      /* bytes from the start of the caller's workspace to the launch's part */
     size_t workspace_size;    /* bytes of that part */

@@ -25,7 +25,7 @@ static void why_no_device(cudaError_t error, char *reason, size_t reason_size)
         snprintf(reason, reason_size,
                  "the driver supports CUDA %d.%d at most, this build needs a driver for CUDA %d.0 or later",
                  driver / 1000, driver % 1000 / 10, CUDART_VERSION / 1000);
-    (void)cudaGetLastError(); /* not sticky: the CPU goes on */
+    (void)cudaGetLastError(); /* clears the error: the CPU goes on */
 }
 
 /* Reads the facts about a device of this machine. Returns false and a reason if there is none. */

@@ -1,4 +1,4 @@
-"""OUT/checkpoint.safetensors: weights, optimiser and history of a run, in one file that is replaced as a whole.
+"""OUT/checkpoint.safetensors: weights, optimizer and history of a run, in one file that is replaced as a whole.
 
 A run needs nothing else to continue: the order of the data and all random numbers follow from the seed and the step.
 """
@@ -190,9 +190,9 @@ def _broken(path: Path, what: str) -> UserError:
 
 
 def load(path: Path, objective: torch.nn.Module, model: torch.nn.Module, optimizer: Any, step: int) -> None:
-    """Sets the weights and the optimiser as they were after `step` steps. `model` is the objective or a wrapper of it."""
+    """Sets the weights and the optimizer as they were after `step` steps. `model` is the objective or a wrapper of it."""
     weights: dict[str, Any] = {}
-    moments: dict[str, Any] = defaultdict(dict)  # torch 2.6 asks for those of every weight
+    moments: dict[str, Any] = defaultdict(dict)  # torch 2.6 requires moments of every weight
     expected = {f"student.{name}": tensor for name, tensor in objective.state_dict().items()}
     trained = {name: tensor for name, tensor in objective.named_parameters() if tensor.requires_grad}
     with _opened(path) as file:

@@ -24,7 +24,7 @@ from ._output_losses import row_losses
 
 POSITIONS = 16  # buckets of a sequence
 BUCKETS = 64  # buckets of queries, and of keys, in a map
-MAP_LAYERS, MAP_HEADS = 4, 8  # at most, unless they are named
+MAP_LAYERS, MAP_HEADS = 4, 8  # maximum numbers of maps, unless layers and heads are named
 
 
 @dataclass
@@ -181,7 +181,7 @@ class _Sums:
         self.kl_maps: dict[tuple[int, int], torch.Tensor] = {}
         self.losses: dict[str, list[torch.Tensor]] = {}
         self.head_names: dict[tuple[int, int], list[list[int]]] = {}
-        self.looks: dict[tuple[str, int], np.ndarray] = {}  # by role and layer: entropy, then the shares by distance
+        self.looks: dict[tuple[str, int], np.ndarray] = {}  # [role, layer]: entropy, then the shares by distance
         self.length = 0
 
     def add(self, distiller: AttentionDistiller, outputs: tuple[Outputs, Outputs], ids: torch.Tensor) -> None:

@@ -195,7 +195,7 @@ class Run:
         checkpoints.write_text(self.out / "options.toml", self.options.as_toml())
 
     def _make_mesh(self) -> Any:
-        """Processes that share sequences are neighbours."""
+        """Processes that share sequences are neighbors."""
         share, processes = self.options.context_parallel, self.accelerator.num_processes
         if processes % share != 0:
             raise UserError(f"--context-parallel={share}: must divide {processes}, the number of processes")
@@ -291,7 +291,7 @@ class Run:
         """The micro-batches of the next step."""
         options, ranks = self.options, self.accelerator.num_processes
         per_micro = options.batch * ranks // options.context_parallel
-        reader = self.accelerator.process_index // options.context_parallel  # who shares a sequence reads the same
+        reader = self.accelerator.process_index // options.context_parallel  # ranks that share a sequence
         first = self.step * options.accumulate * per_micro + reader * options.batch
         found = []
         for micro in range(options.accumulate):

@@ -45,7 +45,7 @@ def make_student(options: Options, teacher: Any) -> Any:
     stack = _stack_of(teacher, sizes.layers_t)
     try:
         config = _config_of(teacher, sizes, chosen)
-        with teacher.device:  # random weights, which those of the teacher replace, take long on a CPU
+        with teacher.device:  # drawing random weights, which the teacher's replace, takes long on a CPU
             student = type(teacher)._from_config(config, attn_implementation=teacher.config._attn_implementation)
         _run(student)
     except Exception as error:  # whatever its config or its modules do not accept

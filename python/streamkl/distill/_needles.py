@@ -24,7 +24,7 @@ RETRIEVES = 0.5  # a head retrieves if the teacher finds this share of all needl
 _SIZE = KEY + VALUE
 _ASKED = _SIZE - 1  # all but the value's last token, at the end of the text
 _TOKENS_PER_BATCH = 8192
-_MISSES = 12  # at most, of a length, in the results
+_MISSES = 12  # maximum number of misses per length in the results
 _COUNTED = ("teacher", "student", "both")
 
 
@@ -48,7 +48,7 @@ def needle_batches(held_out: Sequences, length: int, count: int, seed: int) -> l
     rng = np.random.default_rng([seed, length])
     first, end = len(held_out.prefix), length - len(held_out.suffix)
 
-    def room(needles: int) -> int:  # for the first token of a needle
+    def room(needles: int) -> int:  # positions for the first token of a needle
         return end - needles * _ASKED - first - _SIZE
 
     together = TOGETHER if room(TOGETHER) >= DEPTHS * _SIZE else 1  # needles of other depths do not overlap

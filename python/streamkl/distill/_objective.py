@@ -30,13 +30,13 @@ class Objective(torch.nn.Module):
             **options.distiller(), **weights,
         )  # fmt: skip
         self.distiller = AttentionDistiller(teacher, student, **more)
-        self.teaches_attention = True  # in this phase of the training
+        self.teaches_attention = True  # this phase of the training has the attention KL
         weights = dict(
             attention=options.attention_weight, output=options.output_weight, language=options.language_weight,
             hidden=options.hidden_weight,
         )  # fmt: skip
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
-        self.outputs = (Outputs(teacher), Outputs(student))  # in a tuple: the teacher is no part of this module
+        self.outputs = (Outputs(teacher), Outputs(student))  # a tuple hides the teacher from this module's parameters
         _check(*self.outputs, self.weights)
         self.ranks = options.context_parallel
         # A recomputation and FSDP look for the weights after the forward, when the rounded ones are gone.

@@ -19,14 +19,14 @@ from .._carried import Carried, CarriedKL, Slot
 from .._sdpa import as_autocast, sdpa_with_lse
 from ._context import active_region
 
-# Arguments of an attention function that change its distribution and are not modelled; see _layers.py for the messages.
+# Arguments of an attention function that change its distribution and are not modeled; see _layers.py for the messages.
 UNMODELLED = ("position_bias", "indices", "block_indices", "cache")
 
 
 class Probe(NamedTuple):
     """What a layer returned for some of its rows, to prove the model of it."""
 
-    rows: list[int] | None  # None: those of fixed_rows
+    rows: list[int] | None  # None: the rows of fixed_rows()
     output: torch.Tensor  # [batch, rows, heads, dim_v]
     batch: slice  # the sequences that it covers
 
@@ -39,7 +39,7 @@ class Call:
     implementation: str
     query: torch.Tensor  # [batch, heads, len_q, dim]
     key: torch.Tensor  # [batch, key_heads, len_k, dim]
-    value: torch.Tensor | None  # if it is needed: a teacher would keep it only for us
+    value: torch.Tensor | None  # None: nothing needs it; a teacher would keep it only for us
     lse: torch.Tensor | None  # [batch, heads, len_q], if the attention returns it
     mask: Any  # the mask that the layer received
     causal: bool  # the attention is causal if it has no mask tensor
@@ -50,8 +50,8 @@ class Call:
     options: dict[str, Any]  # the other arguments that matter: those of _OPTIONS
     training: bool
     has_graph: bool  # the attention ran with gradients enabled
-    handle: CarriedKL | None = None  # if its backward can carry the KL
-    apart: str | None = None  # why it cannot
+    handle: CarriedKL | None = None  # None: its backward cannot carry the KL
+    apart: str | None = None  # why the backward cannot carry the KL
     probe: Probe | None = None
     again: tuple[tuple, dict[str, Any]] | None = None  # further arguments, if only a second run without dropout proves it
 
@@ -87,7 +87,7 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
         answer = _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs)
     if call is not None:
         if lse is not None:
-            call.query, call.key = map(as_autocast, (query, key))  # the LSE is that of the rounded ones
+            call.query, call.key = map(as_autocast, (query, key))  # the LSE belongs to the rounded queries and keys
         call.lse, call.handle, call.apart = lse, handle, apart
         if recorder.wants_proof(call):
             call.probe = _probe(recorder, call, answer, args, kwargs)

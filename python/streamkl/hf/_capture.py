@@ -94,7 +94,7 @@ class Step:
         return not self.has_graph and any(each is not None for each in given)
 
     def read_keys(self, call: Call) -> Keys:
-        if self._read_keys is None:  # not when it is made: torch.compile would trace that
+        if self._read_keys is None:  # read late: torch.compile would trace it in the constructor
             mask, config = self.arguments().get("attention_mask"), self.module.config  # type: Any, Any
             is_of_tokens = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not config.is_encoder_decoder
             self._read_keys = KeyReader(mask.bool() if is_of_tokens else None)
@@ -325,7 +325,7 @@ class Capture:
         self.is_split = False  # the attention reads keys of other ranks
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self.must_be_eval = False  # each forward runs in eval mode, whatever the owner of the model has called
-        self.takes: Callable[[], bool] = lambda: True  # whether a forward of the model is one of this role
+        self.takes: Callable[[], bool] = lambda: True  # whether a forward of the model belongs to this role
         self.running: Callable[[], Any] = nullcontext  # the context in which the distiller runs the model
         self.drop = self.clear  # is called if a forward fails
         self.early_term: Callable[[Call, Step], tuple[Term, tuple] | None] = lambda call, step: None

@@ -45,7 +45,7 @@ class _Products(TorchFunctionMode):
         if function is not torch.matmul:
             return function(*args, **(kwargs or {}))
         if self.found:
-            weights, factor = args[0].squeeze(-2), args[1].squeeze(-1)  # factor: what the code multiplies a product by
+            weights, factor = args[0].squeeze(-2), args[1].squeeze(-1)  # factor: multiplies the product in the model's code
             self.found.append(weights * factor)
             raise _Finished
         query, keys = args
@@ -55,7 +55,7 @@ class _Products(TorchFunctionMode):
 
 def indexer_tensors(indexer: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """(q_s, k_s, w_s) of an indexer's call, with gradients; the scale is part of w_s."""
-    forward = getattr(type(indexer).forward, "__wrapped__", type(indexer).forward)  # without torch.no_grad
+    forward = getattr(type(indexer).forward, "__wrapped__", type(indexer).forward)  # the function inside its decorator torch.no_grad
     products = _Products()
     try:
         with torch.enable_grad(), products:

@@ -19,7 +19,7 @@ _HIDDEN = -1e4  # an additive mask hides a key with this or less: its probabilit
 
 
 class Refused(Exception):
-    """An attention that is not modelled: the message completes "student: layer 3 (model.layers.3.self_attn) ..."."""
+    """An attention that is not modeled: the message completes "student: layer 3 (model.layers.3.self_attn) ..."."""
 
 
 @dataclass(eq=False)

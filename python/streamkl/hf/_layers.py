@@ -1,6 +1,6 @@
 """What the attention of a captured layer is: scale, softcap, sink, and which keys its queries attend to.
 
-Whatever is not modelled is refused, by name. The mask is read by evaluation (_keys.py), and the whole model of a layer is
+Whatever is not modeled is refused, by name. The mask is read by evaluation (_keys.py), and the whole model of a layer is
 compared with the output that the layer returned (_proof.py).
 """
 
@@ -44,12 +44,12 @@ class Layer:
     scale: float
     softcap: float
     sink: torch.Tensor | None  # [heads], logits of the attention sinks
-    keys: Keys | None  # None: refused
+    keys: Keys | None  # None: the layer is refused
     counted: torch.Tensor | None  # [batch or 1, len_q] bool: False is padding; None: all queries count
     has_graph: bool
-    handle: CarriedKL | None = None  # if its backward can carry the KL
-    apart: str | None = None  # why it cannot
-    refusal: str | None = None  # why its attention is not modelled
+    handle: CarriedKL | None = None  # None: its backward cannot carry the KL
+    apart: str | None = None  # why the backward cannot carry the KL
+    refusal: str | None = None  # why its attention is not modeled
 
     @property
     def causal(self) -> bool:

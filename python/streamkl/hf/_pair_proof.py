@@ -19,7 +19,7 @@ class _Row(NamedTuple):
     packed: tuple[int, ...]  # index of the query: (row,) if packed, otherwise (sequence, row)
     sequence: int
     query: int
-    keys: torch.Tensor  # [len_k] bool: those of its sequence that the masks of attention_kl show
+    keys: torch.Tensor  # [len_k] bool: keys of its sequence that the masks of attention_kl show
 
 
 def prove_pair(pair: Pair, cache: RowCache) -> float:

@@ -1,4 +1,4 @@
-"""The proof that a captured layer is modelled: its queries, keys, values and mask give the output that it returned.
+"""The proof that a captured layer is modeled: its queries, keys, values and mask give the output that it returned.
 
 Some rows of each layer are computed from what was captured and compared with what the layer returned. An attention that
 does anything else, such as a bias, another mask, another scale or dropout, is refused, with the reason that explains its output.

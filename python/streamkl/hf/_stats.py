@@ -13,7 +13,7 @@ from ._layers import Layer
 from ._pairs import Pair, RowCache
 
 _OF_ROWS = ("lse", "entropy", "max_logit", "expected_distance", "range_mass", "top_p")
-_EMPTY_ROW = {"lse": -torch.inf, "max_logit": -torch.inf, "top_keys": -1}  # others: 0
+_EMPTY_ROW = {"lse": -torch.inf, "max_logit": -torch.inf, "top_keys": -1}  # other results: 0
 
 
 class AttentionStats:
@@ -21,7 +21,7 @@ class AttentionStats:
     implementation: sdpa and flash attention return no weights, and need not.
 
     A sequence of :class:`streamkl.Statistics`, one per layer. A layer is computed when it is read, from the queries and keys
-    of the forward, which are kept until the next forward or the end of the block. A layer whose attention is not modelled
+    of the forward, which are kept until the next forward or the end of the block. A layer whose attention is not modeled
     raises a ``ValueError`` that says why.
 
     Keys and rows are tokens of the batch: ``[batch, heads, length]``, 0 for padding. Results of heads are ``[sequences, heads,

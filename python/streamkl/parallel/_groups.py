@@ -76,7 +76,7 @@ def _checksum(values: torch.Tensor) -> torch.Tensor:
 
 
 def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Without host-device synchronisation, which a copy of pageable memory needs."""
+    """Without host-device synchronization, which a copy of pageable memory needs."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
 
 

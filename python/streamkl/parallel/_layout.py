@@ -64,7 +64,7 @@ def _clamp(value: torch.Tensor, highest: Any) -> torch.Tensor:
 
 
 def check_lengths(layout: Layout, name: str, length: int, cu_seqlens: torch.Tensor | None) -> None:
-    """Raises ValueError if a shard cannot be cut into equal chunks. Reads cu_seqlens only on the CPU: no synchronisation."""
+    """Raises ValueError if a shard cannot be cut into equal chunks. Reads cu_seqlens only on the CPU: no synchronization."""
     if layout.name == "contiguous":
         return
     lengths = [length]

@@ -105,7 +105,7 @@ class Ring:
             del called
             arrived = travelling.wait()
             for place in [place for place, gradient in enumerate(made) if gradient is not None]:
-                gradient, made[place] = made[place], None  # each is freed when it has been added
+                gradient, made[place] = made[place], None  # frees each gradient when it has been added
                 if place in wanted_keys:
                     gradient = shards.length_first(gradient).contiguous()
                     sums[place] = gradient.add_(arrived.pop(0)) if arrived else gradient
@@ -147,7 +147,7 @@ def _with_sink(lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
 
 
 def _needs_lse_t(shards: Shards) -> bool:
-    """Teacher groups and indexers average probabilities, which need normalised ones."""
+    """Teacher groups and indexers average probabilities, which need normalized ones."""
     q_t, _, q_s, _, w_s, *_ = shards.tensors
     return w_s is not None or q_t.shape[shards.heads_dim] != q_s.shape[shards.heads_dim]
 

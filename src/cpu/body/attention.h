@@ -8,7 +8,7 @@
 
 #include "cpu/body/forward.h"
 
-/* The call computes the gradients of the student's attention as well. */
+/* Whether the call also computes the gradients of the student's attention. */
 static bool attends(const tile *t)
 {
     return t->task->call->op == SKL_OP_ATTENTION_BACKWARD;

@@ -53,7 +53,7 @@ SKL_INLINE void add_in_log_space(float *x, float *sum, vec z)
  * heads. */
 static void group_logits(const tile *t, const key_tile *keys)
 {
-    float *const z = t->g_t; /* not used yet */
+    float *const z = t->g_t; /* g_t is not in use yet */
     const int64_t panel_size = TILE_K * PANEL;
     const bool largest = t->task->problem->pool_heads == SKL_POOL_HEADS_MAX;
     for (int64_t h = 0; h < t->group_size; h++) {

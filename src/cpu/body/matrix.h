@@ -4,7 +4,7 @@
  *     dq       dqT[c][i] += sum_j k[j][c] G[j][i]      A keys, transposed      B G, interleaved along j
  *     dk       dk[j][c]  += sum_i G[j][i] q[i][c]      A G as rows             B queries, interleaved along i
  *
- * A is row-major. A matrix unit multiplies MATRIX_INTERLEAVE consecutive steps k at once, so they are neighbours in B
+ * A is row-major. A matrix unit multiplies MATRIX_INTERLEAVE consecutive steps k at once, so they are neighbors in B
  * (the VNNI layout): b[k / MATRIX_INTERLEAVE][c][k % MATRIX_INTERLEAVE]. Queries are packed once per query tile, keys
  * once per key tile; the logit gradients G are rounded and packed once for both products. Only dq is stored
  * transposed, until it is complete.
@@ -138,7 +138,7 @@ SKL_INLINE void transpose_block(float *to, int64_t to_stride, const float *from,
 }
 #endif
 
-/* to[c][r] = from[r][c] of floats, or of whatever 32 bits. Rows and columns are rounded up to TRANSPOSED_BLOCK. */
+/* to[c][r] = from[r][c] of floats or other 32-bit elements. Rows and columns are rounded up to TRANSPOSED_BLOCK. */
 static void transpose_floats(float *to, int64_t to_stride, const float *from, int64_t from_stride, int64_t rows,
                              int64_t columns)
 {

@@ -22,7 +22,7 @@ typedef struct sparse_row {
     int64_t head, i;           /* student head, query */
     bool relu, reverse;
     skl_range seen;            /* keys of the teacher */
-    skl_range visible, active; /* keys, or blocks; of those in use: all visible ones, or those of a key block */
+    skl_range visible, active; /* keys or blocks; `active`: all visible ones, or those in a key block */
     const int32_t *indices;
     int64_t next;          /* entry of `indices` */
     int64_t count;         /* keys in the block */

@@ -116,7 +116,7 @@ static void add_entropy(const stats_tile *s, int64_t row, logits x, const float 
 static void add_distance(const stats_tile *s, int64_t row, const float *p, const key_tile *keys)
 {
     const skl_sequence *const sequence = &s->t.sequence;
-    vec offset; /* position of the query minus that of the first key */
+    vec offset; /* query position - position of the first key */
     for (int lane = 0; lane < SKL_LANES; lane++)
         offset[lane] = (float)(s->t.first + row + lane + sequence->diagonal - keys->first);
     vec sum = {0};

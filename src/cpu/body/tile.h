@@ -49,7 +49,7 @@ typedef struct tile {
     float *dot_t;     /* [group_size][height] */
     double *dot_sum;  /* [group_size][height]: sum_j P_hj (phi_j - mean): see skl_dot_rule */
     double *head_sum; /* [group_size][height]: sum_j P_hj */
-    float *zero;      /* [height] of 0: the LSE of logits that are already normalised */
+    float *zero;      /* [height] of 0: the LSE of logits that are already normalized */
 
     float *qT_t, *qT_s; /* transposed queries: [group_size][panel][dim][PANEL], [panel][dim][PANEL] */
     float *q_t, *q_s;   /* queries as rows: [group_size][height][padded] (teacher gradients), [height][padded] */
@@ -59,9 +59,9 @@ typedef struct tile {
     float *block_sum;   /* pooled teacher: sums over the keys of a block, same shape as x */
     float *sum;         /* teacher group: sums of its probabilities, same shape as x */
     float *g_t, *g_s;   /* logit gradients: [TILE_K][height] */
-    uint16_t *g_rows;   /* on a matrix unit: those of one side rounded to bf16, [TILE_K][height], ... */
+    uint16_t *g_rows;   /* matrix unit: logit gradients of one side, rounded to bf16, [TILE_K][height] */
     uint16_t
-        *g_interleaved; /* ... and interleaved along keys, [TILE_K / MATRIX_INTERLEAVE][height][MATRIX_INTERLEAVE] */
+        *g_interleaved; /* g_rows interleaved along keys, [TILE_K / MATRIX_INTERLEAVE][height][MATRIX_INTERLEAVE] */
     float *dq_t, *dq_s; /* sums: [group_size][height][padded], [height][padded]; on a matrix unit [dim][height] */
     float *dk_t, *dk_s; /* gradients of one key tile, or sums of a key block */
     float *v, *dv;      /* skl_attention_backward: values of a key tile or a key block, like k_s, and their sums */

@@ -56,7 +56,7 @@ __host__ __device__ inline skl_side side_of(const backward_params &params)
                                : skl_student_of(&params.problem, &params.call);
 }
 
-/* Whether it is B, the second argument of the KL. */
+/* Whether the gradient's side is B, the second argument of the KL. */
 __host__ __device__ inline bool is_grad_of_b(const backward_params &params)
 {
     return (params.problem.direction == SKL_KL_REVERSE) == (params.teacher_side != 0);

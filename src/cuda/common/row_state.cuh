@@ -209,7 +209,7 @@ __device__ inline skl_row_state merge_with_lane(const skl_row_state &mine, const
     return (threadIdx.x & (unsigned)offset) == 0 ? skl_state_merge(mine, other) : skl_state_merge(other, mine);
 }
 
-/* Merges the LANES neighbouring lanes that hold a row; each of them gets the result. */
+/* Merges the LANES neighboring lanes that hold a row; each of them gets the result. */
 template <int LANES = 4> __device__ inline skl_row_state merge_lanes(skl_row_state state)
 {
 #pragma unroll

@@ -31,7 +31,7 @@ static_assert(sizeof(stats_row_scratch) == SKL_STATS_SCRATCH_SIZE, "cuda/select 
 
 template <typename PRODUCT> struct stats_tile_memory {
     typename PRODUCT::memory product;
-    float logits[PRODUCT::QUERIES][STATS_KEYS + 1]; /* in base 2 */
+    float logits[PRODUCT::QUERIES][STATS_KEYS + 1]; /* logits in base 2 */
     range32 sees[PRODUCT::QUERIES];
     float lse2[PRODUCT::QUERIES], weight[PRODUCT::QUERIES];
     float threshold[PRODUCT::QUERIES]; /* top keys: smaller ones are no candidates */

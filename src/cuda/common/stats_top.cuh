@@ -9,7 +9,7 @@
 namespace tensor_core
 {
 
-constexpr int TOP_CANDIDATES = SKL_STATS_TOP_CANDIDATES; /* at most this many in a row */
+constexpr int TOP_CANDIDATES = SKL_STATS_TOP_CANDIDATES; /* maximum number per row */
 constexpr int LANE_CANDIDATES = TOP_CANDIDATES / 32;
 
 /* A candidate as a number: larger values first, then smaller keys. */

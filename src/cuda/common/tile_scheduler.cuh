@@ -116,7 +116,7 @@ __device__ inline int saturated(int64_t value)
     return (int)skl_max(-SKL_ROWS_MAX, skl_min(SKL_ROWS_MAX, value));
 }
 
-/* For a block of the stationary rows first .. last. */
+/* Returns the streamed rows of a block with the stationary rows first .. last. */
 __device__ inline streamed_band stream_for(const skl_band &band, int64_t first, int64_t last)
 {
     const int64_t origin = skl_band_range(&band, first).begin;

@@ -22,7 +22,7 @@ namespace two_term_rows
 constexpr int THREADS = 256;
 constexpr int QUAD = 4; /* elements per lane */
 
-/* One of the four tensors. */
+/* The conversion of one of the four tensors. */
 struct two_term_task {
     skl_input from, to, factors;
     skl_dtype dtype;

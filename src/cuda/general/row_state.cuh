@@ -91,7 +91,7 @@ __device__ inline float row_sum(float value)
     return value;
 }
 
-/* Merges the states of COUNT neighbouring lanes; each of them gets the same bits. */
+/* Merges the states of COUNT neighboring lanes; each of them gets the same bits. */
 template <int COUNT = LANES> __device__ inline skl_row_state row_merge(skl_row_state state)
 {
 #pragma unroll 1

@@ -15,7 +15,7 @@ struct tile_side {
     int64_t heads_per_key, dim;
     skl_dtype dtype;
     float scale;   /* product to logit in base 2; with a softcap, product to argument of tanh */
-    float softcap; /* in base 2; 0: none */
+    float softcap; /* softcap in base 2; 0: none */
     bool linear;   /* the logit is the logarithm of the product */
 };
 
@@ -37,7 +37,7 @@ __device__ inline tile_side tile_side_of(const skl_side &side)
 
 /* Current work item of a block, in shared memory: the tiles of one range of queries and one range of keys. */
 struct work_item {
-    int64_t index; /* in the launch */
+    int64_t index; /* number of the item in the launch */
     bool exists;   /* index < number of items of the launch */
     tile_side sides[2];
     skl_sequence sequence;

@@ -14,7 +14,7 @@ typedef struct choice {
     uint32_t work;                 /* SKL_DOES_*: what the problem asks of a kernel */
     const skl_cuda_kernel *kernel; /* the best one that the layout allows */
     const char *reason;            /* why it is this kernel */
-    bool some_rows, some_keys;     /* there are queries; there are keys */
+    bool some_rows, some_keys;     /* the problem has queries; it has keys */
     bool rows, gradients;          /* the call computes row results; gradients */
     bool capped;                   /* a side has a softcap or a linear link */
 } choice;

@@ -38,7 +38,7 @@ static bool fits_tile_numbers(const skl_cuda_kernel *kernel, const skl_problem *
 {
     const int64_t length = skl_max(p->len_q, p->len_k), heads = skl_max(p->heads_t, skl_query_heads_s(p));
     if (kernel->does & SKL_DOES_SPARSE) {
-        const bool counts_rows = kernel->fused != NULL; /* others have a block per row */
+        const bool counts_rows = kernel->fused != NULL; /* other kernels have a block per row */
         return heads < SKL_ROWS_MAX && p->len_k < SKL_ROWS_MAX && p->top_k < SKL_ROWS_MAX &&
                (!counts_rows || p->batch * p->heads_s < SKL_ROWS_MAX / skl_max(1, p->len_q));
     }

@@ -110,7 +110,7 @@ template <int DIM> __device__ inline uint32_t at_chunk(uint32_t address, int row
     return (address ^ (uint32_t)(chunk % 8 * 16)) + (uint32_t)(chunk / 8 * 128 + row * DIM * 2);
 }
 
-/* For A operands: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, rows fastest. */
+/* Address of an A operand for ldmatrix: {rows 0..7, 8..15} x {dimensions 0..7, 8..15}, rows fastest. */
 template <int DIM> __device__ inline uint32_t a_address(const smem_rows<DIM> &rows, int lane = lane_index())
 {
     return matrix_address(rows, lane, lane / 8 % 2, lane / 16);
@@ -125,7 +125,7 @@ __device__ inline uint32_t logit_b_address(const smem_rows<DIM> &rows, int lane 
                        : matrix_address(rows, lane, 0, lane / 8);
 }
 
-/* For the B operands of a gradient, transposed: {dimensions 0..7, 8..15} x {rows 0..7, 8..15}. */
+/* Address of a gradient's B operand, transposed: {dimensions 0..7, 8..15} x {rows 0..7, 8..15}. */
 template <int DIM> __device__ inline uint32_t gradient_b_address(const smem_rows<DIM> &rows, int lane = lane_index())
 {
     return matrix_address(rows, lane, lane / 8 % 2, lane / 16);

@@ -16,13 +16,13 @@ __device__ inline void barrier_init(uint64_t &barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
 }
 
-/* Ends the life of a barrier that nobody uses any more: only then may it be initialised again. */
+/* Ends the life of a barrier that nobody uses any more: only then may it be initialized again. */
 __device__ inline void barrier_end(uint64_t &barrier)
 {
     asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-/* Makes initialised barriers visible to TMA. */
+/* Makes initialized barriers visible to TMA. */
 __device__ inline void barrier_init_fence()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

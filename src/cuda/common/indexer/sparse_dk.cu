@@ -144,7 +144,7 @@ static __device__ float4 load_four(const float *from, int64_t left, int64_t dim)
 /* Adds the first `count` hits to the sums. A warp adds those of every eighth key, so each sum has one owner. */
 static __device__ void add_hits(dk_memory &memory, int count, const float *entry_dk, int64_t c_first, int64_t dim)
 {
-    constexpr int LOADS = 8; /* in flight at once */
+    constexpr int LOADS = 8; /* loads in flight at once */
     const int lane = (int)(threadIdx.x % 32), warp = (int)(threadIdx.x / 32);
     const int64_t c = c_first + lane * 4;
     __syncthreads(); /* the hits are complete */

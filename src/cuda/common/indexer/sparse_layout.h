@@ -17,7 +17,7 @@ enum {
 typedef struct skl_sparse_layout {
     skl_sparse_chunk chunk;
     int64_t num_blocks;    /* blocks of the scores kernel, each with scores in the workspace */
-    size_t scores_at, end; /* in the workspace, in bytes */
+    size_t scores_at, end; /* offsets in the workspace, bytes */
     int32_t resident;      /* queries stay in shared memory; otherwise each slab of keys has one of queries */
     int32_t stage_size;    /* bytes of shared memory for stages */
     int32_t scores_smem, block_smem_max; /* bytes of shared memory of a block: of the scores kernel, and at most */

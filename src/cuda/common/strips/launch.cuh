@@ -73,7 +73,7 @@ cudaError_t launch_blocks(KERNEL kernel, int64_t blocks, int threads, size_t mem
                           const MAPS &...maps)
 {
     if (blocks == 0)
-        return cudaSuccess; /* there are no keys */
+        return cudaSuccess; /* no keys: nothing to launch */
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
     if (error != cudaSuccess)
         return error;
@@ -81,7 +81,7 @@ cudaError_t launch_blocks(KERNEL kernel, int64_t blocks, int threads, size_t mem
     return cudaPeekAtLastError();
 }
 
-/* After the scores of a strip: finishes its rows. */
+/* Finishes the rows of a strip, after its scores. */
 template <typename PARAMS> cudaError_t launch_finish_rows(const PARAMS &kernel_params)
 {
     finish_rows<<<(unsigned)kernel_params.strip_count, SIDE, 0, kernel_params.call.stream>>>(kernel_params);

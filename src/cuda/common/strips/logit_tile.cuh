@@ -301,7 +301,7 @@ __device__ inline index_row sum_row(const strip_params &params, const query_slot
     return {{-INFINITY, 0.0F, lse.m, lse.l, 0.0F}, 0.0F};
 }
 
-/* Merges the LANES neighbouring lanes that hold a row; each of them gets the result. */
+/* Merges the LANES neighboring lanes that hold a row; each of them gets the result. */
 template <int LANES = 4> __device__ inline index_row merge_lanes(const index_row &row)
 {
     index_row sum = {merge_lanes<LANES>(row.state), 0.0F};

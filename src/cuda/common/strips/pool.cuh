@@ -151,7 +151,7 @@ template <typename HEADS> struct sum_of_keys {
 /* The part of the target that a thread writes: M of one of its rows in a tile. */
 struct target_tile {
     float *row;      /* M of the first block */
-    int blocks_left; /* in the row */
+    int blocks_left; /* blocks left in the row */
     bool continues;  /* the tile is not the first of its block */
 
     /* Merges what the four lanes of the row hold of a block, and stores it. */

@@ -18,7 +18,7 @@ struct forward_memory {
     pipeline_memory pipe;
     thread_states states;
     skl_lse2 lse_t[TILE]; /* LSEs of one head of the teacher group */
-    skl_lse2 lse_s[TILE]; /* for dot_t */
+    skl_lse2 lse_s[TILE]; /* the student's LSEs, for dot_t */
     skl_dot_rule rules[TILE];
     key_span spans[TILE];
     work_item work;
@@ -44,7 +44,7 @@ static __device__ skl_row_state row_with_sink(const skl_cuda_params &params, con
     return add_sink(state, sink, p.direction == SKL_KL_REVERSE);
 }
 
-/* Writes the results of a row. With a teacher group, also normalises the LSEs of its heads in `lse`, unless the call
+/* Writes the results of a row. With a teacher group, also normalizes the LSEs of its heads in `lse`, unless the call
  * has both LSEs. Returns the student's LSE. */
 static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_position &tile, int row,
                                       const skl_row_state &of_keys, int64_t group, skl_lse2 *lse)
@@ -63,7 +63,7 @@ static __device__ skl_lse2 finish_row(const skl_cuda_params &params, const tile_
     if (group == 1)
         skl_row_set(&rows.lse_t, &tile.work.sequence, tile.work.head, query, lse_t);
     for (int64_t h = 0; group > 1 && h < group; h++) {
-        /* Given LSEs may cover more keys than the row attends to; lse_t renormalises them. */
+        /* Given LSEs may cover more keys than the row attends to; lse_t renormalizes them. */
         skl_lse2 &head_lse = lse[h * TILE + row];
         const double given = (double)head_lse.value + (double)head_lse.low;
         const double total = lse_t == -INFINITY ? -INFINITY : given + (double)lse_t * SKL_LOG2E_DOUBLE;

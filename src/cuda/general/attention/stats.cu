@@ -48,7 +48,7 @@ struct general_stats_product {
     template <typename STORE> __device__ void multiply(int next, STORE store)
     {
         fragment<COLUMNS> x;
-        pipe.prefetch([&] { return operands(next >= 0 ? next : 1 << 24); }); /* after the last key: rows of 0 */
+        pipe.prefetch([&] { return operands(next >= 0 ? next : 1 << 24); }); /* rows after the last key read as 0 */
         pipe.multiply_tile(x);
         scale_products(x, shared.side);
 #pragma unroll

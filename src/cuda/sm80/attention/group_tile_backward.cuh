@@ -85,7 +85,7 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return thread.acc_row(thread.lane % 4 / 2, thread.lane % 2);
     }
 
-    /* From P and the logits alone, so that nothing else needs registers meanwhile. */
+    /* Adds the KL from P and the logits alone, so that nothing else needs registers meanwhile. */
     template <bool MASKED>
     __device__ void add_kl(const group_logits &p, const group_logits &y, const warp_stats<DK> &stats)
     {

@@ -76,7 +76,7 @@ template <int DIM> __device__ inline smem_rows<DIM> &rows_from(uint4 &first)
     return *(smem_rows<DIM> *)(void *)&first;
 }
 
-/* At the beginning of a block's shared memory; one or two slots for streamed rows follow. */
+/* The beginning of a block's shared memory; one or two slots for streamed rows follow. */
 template <int DIM> struct alignas(128) group_smem {
     /* G of a stage, once the student's product has read the stationary rows. Before that, those that some warps share
      * begin where their G does: other warps neither read nor write there, so that these need not wait for the block.
@@ -153,7 +153,7 @@ template <bool DK> struct group_product {
         return DK ? head < block.end : first() < block.needed;
     }
 
-    /* After the one of the last teacher's head comes the student's, and then the next stage. */
+    /* Returns the next product: after the last teacher head's comes the student's, and then the next stage. */
     __device__ group_product next(const group_block &block, int group_size) const
     {
         const int slots = at & (STREAMED | NEW_STREAMED);

@@ -185,7 +185,7 @@ __device__ inline void run_group_products(const PARAMS &params, group_smem<DIM> 
         return row_source<ELEMENT>{(const ELEMENT *)rows, of_student ? stride_b : stride_a,
                                    of_student ? params.b.dim : params.a.dim};
     };
-    /* The rows of this warp and those that share them. */
+    /* Copies the rows of this warp and of the warps that share them. */
     const auto stationary_copy = [&](const product_type &of) {
         const group_thread thread(index_again());
         const auto from = rows_at(source_of(of).stationary, of, DK);
@@ -232,7 +232,7 @@ __device__ inline void run_group_products(const PARAMS &params, group_smem<DIM> 
         }
         return stats;
     };
-    /* Before the student's product, whose barrier follows. */
+    /* Runs before the student's product, whose barrier follows. */
     const auto store_seen = [&](const product_type &of) {
         const group_thread thread(index);
         const int row = thread.row + thread.lane;

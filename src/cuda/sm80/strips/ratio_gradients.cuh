@@ -30,7 +30,7 @@ __device__ inline gradient_row gradient_row_of(const ratio_params &params, const
     return {lse.value, lse.low, offset, upstream_of(params, slot, query)};
 }
 
-/* Two neighbouring R, from both planes. */
+/* Two neighboring R, from both planes. */
 __device__ inline float2 ratio_pair(const uint4 (&planes)[2], int reg)
 {
     const uint32_t upper = word_of(planes[0], reg), lower = word_of(planes[1], reg);

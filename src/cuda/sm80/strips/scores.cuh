@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(THREADS, 2)
     slab_stream<typename SCORES::element> slabs = {params, smem, {smem.tile_begin, 0, 0, 0}, 0, {}};
     slabs.prefetch();
     const SCORES scores(params, smem);
-    __syncwarp(); /* only this warp adds to its rows */
+    __syncwarp(); /* a warp is enough: no other adds to its rows */
 #pragma unroll 1
     for (int tile = smem.tile_begin; tile < smem.tile_end; tile++) {
         tile_logits p, y;

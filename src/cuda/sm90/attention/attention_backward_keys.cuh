@@ -30,7 +30,7 @@ __device__ inline uint32_t bits_of(float value)
     return __float_as_uint(value);
 }
 
-/* For what consumers load wherever they need it, to save registers. */
+/* Loads a value again wherever a consumer needs it, to save registers. */
 __device__ inline int load_again(const int &from)
 {
     return __float_as_int(load_shared(*(const float *)(const void *)&from));
@@ -288,7 +288,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
             issue_dk({}, n - 1);
         issue_loaded(dp, smem.v, smem.d_out, smem.of_d_out, n);
         barrier_wait(smem.stats_full[stage], n / smem.DEPTH % 2);
-        wgmma_wait<DK_BEHIND_Y ? 2 : 1>(); /* for Y; unless DK_BEHIND_Y, also for dk of stage n - 1 */
+        wgmma_wait<DK_BEHIND_Y ? 2 : 1>(); /* waits for Y; unless DK_BEHIND_Y, also for dk of stage n - 1 */
         fence_operand(y);
         if (!WITH_DQ && n > 0)
             release_dq(n - 2); /* dq of stage n - 1 may now replace its dS: dk has been multiplied */
@@ -321,8 +321,8 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         if constexpr (WITH_DQ)
             add_dq<true>(n - 1, ds);
         else {
-            wgmma_wait<0>();                            /* for dv, whose operands leave room for those of dk */
-            barrier_arrive(smem.of_d_out.empty[stage]); /* every lane, because every lane has read row stats */
+            wgmma_wait<0>();                            /* waits for dv: dk needs the registers of its operands */
+            barrier_arrive(smem.of_d_out.empty[stage]); /* every lane arrives: every lane has read row stats */
             if constexpr (!DK_LATER)
                 issue_dk(ds, n);
         }
@@ -341,7 +341,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
         if constexpr (DK_BEHIND_DQ)
             issue_dk(next_ds, n + 1);
         if constexpr (WITH_DK) {
-            wgmma_wait<HALVES + DK_BEHIND_DQ>(); /* for dv */
+            wgmma_wait<HALVES + DK_BEHIND_DQ>(); /* waits for dv */
             barrier_arrive(smem.of_d_out.empty[(n + 1) % smem.DEPTH]);
         }
         wait_for_dq(n - 1);
@@ -383,7 +383,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct key_warpgroup {
             const int of_head = load_again(smem.queries.stages), end = warp_uniform(n + of_head);
             const int masked_end = warp_uniform(n + (all_masked ? of_head : load_again(smem.queries.masked_stages)));
             for (; n < masked_end; n++) {
-                sanitize_stage(n); /* here, because the warpgroups meet in it, and add_stage exists twice */
+                sanitize_stage(n); /* outside of add_stage, which exists twice: the warpgroups meet in it */
                 n % 2 == warpgroup ? add_stage<true, false>(n) : add_stage<true, true>(n);
             }
             for (; n < end; n++)

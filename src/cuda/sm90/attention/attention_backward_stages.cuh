@@ -49,7 +49,7 @@ template <int DIM, int DIM_A> struct attention_backward_smem {
     uint64_t k_a_full, k_a_empty, keys_full, ds_full[2], ds_empty[2];
     skl_sequence sequence; /* in shared memory to save registers */
     int batch;
-    int first, count;    /* keys of the tile; those that exist */
+    int first, count;    /* first key of the tile; number of keys that exist */
     int key_head, heads; /* query heads that share the key head */
     stage_schedule queries;
     stage_info info[INFOS];

@@ -297,7 +297,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
     {
         forward_logits y, fresh_x;
         const position of_y = issue_logits(y, smem.q_b), of_x = issue_logits(fresh_x, smem.q_a);
-        wgmma_wait<1>(); /* for Y, and O of the tile before */
+        wgmma_wait<1>(); /* waits for Y, and O of the tile before */
         fence_operand(y);
         fence_s();
         release(of_y);
@@ -305,7 +305,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         before[0] = state[0].m_b;
         before[1] = state[1].m_b;
         const bool moved = take_student<FIRST>(b, y, before, n);
-        wgmma_wait<0>(); /* for X */
+        wgmma_wait<0>(); /* waits for X */
         fence_operand(fresh_x);
         fence_operand(out);
         release(of_x);

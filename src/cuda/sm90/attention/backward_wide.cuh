@@ -257,7 +257,7 @@ struct wide_warpgroup : gradient_warpgroup<ELEMENT, DIM, DK, WRT_B, CAPPED, wide
             add_two_term_gradient<MASKED>(logits, wrt_stage);
         else
             add_gradient<MASKED>(logits, wrt_stage);
-        barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane, because every lane has read row stats or poison */
+        barrier_arrive(smem.wrt.empty[wrt_stage]); /* every lane arrives: every lane has read row stats or poison */
     }
 
     __device__ void run()

@@ -98,7 +98,7 @@ __device__ inline void load_argument(const SMEM &smem, const skl_cuda_argument &
         const int head = warp_uniform(smem.query_head(h)), key_head = head / argument.heads_per_key;
         if (smem.has_new_rows(h, argument)) {
             const int first = warp_uniform((int)((DK ? sequence.key_begin : sequence.query_begin) + smem.tile.first));
-            if (h > 0) /* until no wgmma reads the last rows any more */
+            if (h > 0) /* waits until no wgmma reads the last rows any more */
                 barrier_wait(barriers.empty[(n - 1) % DEPTH], (n - 1) / DEPTH % 2);
             barrier_expect_tx(barriers.rows_full, rows.SIZE);
             load_slabs(rows.slabs, rows_map, first, DK ? key_head : head, batch, barriers.rows_full);

@@ -76,7 +76,7 @@ struct narrow_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, WARPGROUPS> {
         load_keys(smem.stages[to], maps, coord, keys.row_at(n), smem.full[to]);
     }
 
-    /* Initialises the barriers, which other warps may use after __syncthreads, and loads the first queries. */
+    /* Initializes the barriers, which other warps may use after __syncthreads, and loads the first queries. */
     __device__ void start_loads(const tile_type &tile)
     {
         if (threadIdx.x % 32 == 0) {
@@ -172,7 +172,7 @@ struct narrow_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, WARPGROUPS> {
         state[0] = state[1] = skl_state_empty();
         barrier_wait(smem.queries_full[warpgroup], PERSISTENT ? iteration % 2 : 0);
         const float scale_a = CAPPED ? 1.0F : params.a.scale, scale_b = CAPPED ? 1.0F : params.b.scale;
-        const int prologue = max(keys.masked_stages, min(1, keys.stages)); /* a first full stage initialises shifts */
+        const int prologue = max(keys.masked_stages, min(1, keys.stages)); /* a first full stage initializes shifts */
         int n = 0;
 #pragma unroll 1
         for (; n < (CAPPED ? keys.stages : prologue); n++) {

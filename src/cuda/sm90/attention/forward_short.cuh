@@ -84,7 +84,7 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
     struct memory : narrow_buffers<shape> {
         common_mask mask;
         int iterations;                   /* tiles of this block */
-        int load_iteration, load_segment; /* producer warp: what it loads next; see next_segment() */
+        int load_iteration, load_segment; /* next load of the producer warp; see next_segment() */
         short_tile tiles[TILES];          /* ring: of the iterations around the current one */
     };
     static_assert(sizeof(memory) <= shape::SMEM, "shared memory of a block");
@@ -217,7 +217,7 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
         state[0] = state[1] = skl_state_empty();
         barrier_wait(smem.queries_full[warpgroup], iteration % 2);
         const int stages = warp_uniform(tile_of(iteration).keys.stages);
-        const int prologue = max(warp_uniform(tile_of(iteration).keys.masked_stages), 1); /* initialises shifts */
+        const int prologue = max(warp_uniform(tile_of(iteration).keys.masked_stages), 1); /* initializes shifts */
         const float scale_a = params.a.scale, scale_b = params.b.scale;
         int n = 0;
 #pragma unroll 1
@@ -300,7 +300,7 @@ struct short_forward : narrow_shape<ELEMENT, DIM_A, DIM_B, SKL_SM90_PAIRED_ROWS 
         return has_next;
     }
 
-    /* Initialises barriers and tiles, which other warps may use after __syncthreads, and starts the first loads. */
+    /* Initializes barriers and tiles, which other warps may use after __syncthreads, and starts the first loads. */
     __device__ void start_loads()
     {
         if (threadIdx.x % 32 == 0) {

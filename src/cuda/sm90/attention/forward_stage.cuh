@@ -83,7 +83,7 @@ __device__ inline void load_queries(smem_rows<SLABS, ROWS> &to, const CUtensorMa
 
 /* ---- Sums --------------------------------------------------------------------------------------------------- */
 
-/* From a product to a logit in base 2 minus its shift. */
+/* Turns a product into a logit in base 2 minus its shift. */
 struct plain_logit {
     float scale;
 
@@ -93,7 +93,7 @@ struct plain_logit {
     }
 };
 
-/* By the polynomial. */
+/* Caps a logit by the polynomial. */
 struct capped_logit {
     const skl_cuda_argument &argument;
 
@@ -259,7 +259,7 @@ template <typename X, typename Y, typename VISIBLE>
 __device__ inline void add_masked(skl_row_state (&state)[2], const X &x, float scale_a, const Y &y, float scale_b,
                                   const VISIBLE &visible, int first, bool full = false)
 {
-    /* Not for two-term rows, whose columns have factors: an LSE of f32 would lose digits to the shift. */
+    /* Two-term rows, whose columns have factors, have no lazy shift: an LSE of f32 would lose digits to it. */
     constexpr bool LAZY = std::is_same_v<decltype(factors_of(x, 0)), no_factors>;
     if constexpr (LAZY)
         if (full) {

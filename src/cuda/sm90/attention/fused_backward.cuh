@@ -83,7 +83,7 @@ cudaError_t launch_fused_backward_of(const char *kernel, const backward_params &
     });
 }
 
-/* Without softcaps. */
+/* Launches a fused backward without softcaps. */
 template <typename ELEMENT, int DIM, int OTHER_DIM>
 cudaError_t launch_fused_backward_tiled(const char *kernel, const backward_params &params, bool tall_tiles)
 {

@@ -179,7 +179,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
     }
 
     /* G of a stage as A operands. MASKED: masked pairs are 0. IN_UNITS: all upstream gradients are the unit. The
-     * logits are only read: ptxas serialises wgmmas whose accumulators are written by other instructions. */
+     * logits are only read: ptxas serializes wgmmas whose accumulators are written by other instructions. */
     template <bool MASKED, logits_kind LOGITS, bool IN_UNITS>
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {

@@ -111,7 +111,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
                     const bool seen = !MASKED || (first + column >= sees.begin && first + column < sees.end);
                     if (seen)
                         add_probabilities(sums[half], p[i][e], s, log_s.value);
-                    if (LOGITS == logits_kind::PLAIN) /* in one expression: otherwise ptxas spills */
+                    if (LOGITS == logits_kind::PLAIN) /* one expression: ptxas spills if it is split */
                         pair[parity] = seen ? (s - p[i][e]) * stats.z : 0.0F;
                     else
                         pair[parity] = seen ? (s - p[i][e]) * log_s.slope * stats.z : 0.0F;
@@ -193,7 +193,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_dq_w
         const int row = thread / 32 * 16 + thread % 16;
         write_g(smem.g, g, thread % 32, row);
         fence_proxy_async();
-        barrier_arrive(smem.g_full); /* every lane: it has read poison, too */
+        barrier_arrive(smem.g_full); /* every lane arrives: each has read poison, too */
     }
 
     __device__ void run()

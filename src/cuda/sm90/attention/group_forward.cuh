@@ -134,7 +134,7 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forw
             group_logits p, x;
             float lse[2];
 #pragma unroll
-            for (int half = 0; half < 2; half++) { /* in every stage, to save registers */
+            for (int half = 0; half < 2; half++) { /* repeated in every stage to save registers */
                 teacher.low[half] = -state[half].m_a;
                 if (CAPPED)
                     teacher.lse[half] = teacher_lse::of(params, smem.tile, teacher.group.first, row_of_team(half));
@@ -146,12 +146,12 @@ template <typename ELEMENT, int DIM_T, int DIM_S, bool CAPPED> struct group_forw
                 teacher.run_head(x, lse, head);
                 teacher.template add<false>(p, x, head, lse);
             }
-            if (CAPPED && is_masked(n)) { /* here, to save registers later */
+            if (CAPPED && is_masked(n)) { /* cleared early to save registers later */
                 clear_unseen(p, 0, seen_in(n, 0));
                 clear_unseen(p, 1, seen_in(n, 1));
             }
             multiply_student(x, n / TEAMS);
-            if (CAPPED) { /* not in place: ptxas serialises wgmmas whose accumulators are written */
+            if (CAPPED) { /* a copy: ptxas serializes wgmmas whose accumulators are written */
                 group_logits capped;
                 cap_logits(capped, x, params.b);
                 add_tile(state, p, capped, 1.0F, n);

@@ -249,7 +249,7 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
             issued.next(depth);
     }
 
-    /* After the wgmmas of head n: releases its keys. */
+    /* Releases the keys of head n, whose wgmmas are complete. */
     __device__ void complete(logits &x, int n)
     {
         fence_operand(x);
@@ -297,7 +297,7 @@ template <typename ELEMENT, int DIM_T, int KEYS, bool CAPPED> struct head_produc
         to[1] = lse[1].load(n);
     }
 
-    /* Head n, while nothing else runs. */
+    /* Runs head n while nothing else runs. */
     __device__ void run_head(logits &x, float (&of_rows)[2], int n)
     {
         issue(x, n);

@@ -157,7 +157,7 @@ template <typename ELEMENT, typename SHAPE> struct joint_backward {
         wgmma_slabs<ELEMENT, DIM, SHAPE::ROWS, STAGE_KEYS>(x, q, k);
     }
 
-    /* G of KEYS keys. MASKED: masked pairs are 0. The logits are only read: ptxas serialises wgmmas whose
+    /* G of KEYS keys. MASKED: masked pairs are 0. The logits are only read: ptxas serializes wgmmas whose
      * accumulators are written by other instructions. Column by column, so that G takes the registers of logits. */
     template <bool MASKED>
     __device__ void compute_g(g_frag &g_a, g_frag &g_b, const logits &x, const logits &y, int n, int first_key)

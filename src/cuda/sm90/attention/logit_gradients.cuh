@@ -227,7 +227,7 @@ __device__ inline bool polynomials_cover(const pair_products (&products)[4], con
 /* Calls emit(block of 8 columns, half, gradient, gradient of the next column) for the thread's logits. MASKED:
  * gradients of masked pairs are 0. VISIBLE: band32 or row_ranges. `stats` is a streamed_query_stats or a
  * stationary_query_stats. POLYNOMIALS: softcaps may be polynomials (softcap.cuh). The logits are only read: ptxas
- * serialises wgmmas whose accumulators are written by other instructions. */
+ * serializes wgmmas whose accumulators are written by other instructions. */
 template <bool MASKED, bool WRT_B, bool CAPPED, bool POLYNOMIALS, typename VISIBLE, typename QUERY_STATS,
           typename EMIT>
 __device__ inline void for_each_logit_gradient(const backward_params &params, const argument_logits &logits,

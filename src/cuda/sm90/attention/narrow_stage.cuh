@@ -26,7 +26,7 @@ template <typename ELEMENT, int D_A, int D_B, int WARPGROUPS> struct narrow_shap
     static constexpr bool REFILL_FIRST = DEPTH == 2;
 };
 
-/* In shared memory. */
+/* Buffers in shared memory. */
 template <typename SHAPE> struct narrow_buffers {
     key_stage<SHAPE::DIM_A, SHAPE::DIM_B> stages[SHAPE::DEPTH];
     typename SHAPE::q_b_rows q_b;

@@ -92,7 +92,7 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
     static constexpr int DIM = D;
     static constexpr bool KEYS_ARE_ROWS = true, STRIDED = false, PIPELINED = !CAPPED; /* tanhf branches */
     static constexpr int PASSES = 1;
-    static constexpr bool KEEPS_LSE = !WEIGHTED; /* in registers */
+    static constexpr bool KEEPS_LSE = !WEIGHTED; /* LSEs stay in registers */
 
     /* Results of a warpgroup's queries. */
     struct shared {
@@ -159,7 +159,7 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
         if (WEIGHTED)
             maxima = lane < 2 ? (uint64_t)maximum_of(key_row() + lane * 8) : 0;
         low = warp_uniform(saturated(first + s.diagonal));
-        at = (float)(key_row() - lane * 2 - (first + s.diagonal)); /* not `low`, which is clamped */
+        at = (float)(key_row() - lane * 2 - (first + s.diagonal)); /* `low` is clamped, this position is not */
         flipped = false;
     }
 

@@ -7,7 +7,7 @@
  *   2. products above the threshold are candidates: at least k of them, and with random keys about 1.4 k
  *      end of a tile: a warp sorts the candidates of a row
  *
- * A group has every 128th key, so that neighbours, which often are large together, are in different groups. Where
+ * A group has every 128th key, so that neighbors, which often are large together, are in different groups. Where
  * the largest keys are in few groups, or equal, a row has more candidates than fit. Then a warp keeps the k largest,
  * and the threshold rises to the smallest of them.
  *
@@ -304,7 +304,7 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         for (int n = 0; n < MOST; n++)
             mine[n] = n * 8 + lane / 4 < of_list ? candidate_of_stored(of[n * 32 + lane]) : 0;
         const uint64_t kth = raises ? kth_largest(mine, k) : 1;
-        __syncwarp(); /* all lanes have read what they overwrite */
+        __syncwarp(); /* all lanes have read the list that they overwrite */
         int kept = 0;
 #pragma unroll
         for (int n = 0; n < MOST; n++) {

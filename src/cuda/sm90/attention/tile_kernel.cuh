@@ -2,7 +2,7 @@
  * and one producer warpgroup after them. One block per SM.
  *
  *   all threads   find the tile and the rows that it streams, store the visible ones of each row
- *   thread 0      stores the rest in shared memory, and initialises barriers
+ *   thread 0      stores the rest in shared memory, and initializes barriers
  *   then          the producer warpgroup gives registers to the consumers
  *
  * A kernel is a WORKER, an aggregate that begins with {params, maps, smem, warpgroup}. It has

@@ -53,7 +53,7 @@ template <int DIM> struct sparse_gradient_smem {
             barrier_init(empty[n], SPARSE_GRADIENT_CONSUMERS);
         }
         for (int n = 0; n < ROW_SLOTS; n++) {
-            barrier_init(rows.full[n], 2 * 128); /* each thread of the producer: the row, and its copies of queries */
+            barrier_init(rows.full[n], 2 * 128); /* each producer thread arrives twice: row; copies of queries */
             barrier_init(rows.empty[n], SPARSE_GRADIENT_CONSUMERS);
         }
     }

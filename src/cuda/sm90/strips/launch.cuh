@@ -42,7 +42,7 @@ inline bool encode_scores(score_maps *maps, const strip_params &params)
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
-/* For launch_difference_rows and launch_difference_gradients. */
+/* Kernels and maps for launch_difference_rows and launch_difference_gradients. */
 struct difference_kernels {
     score_maps score;
     gradient_maps query, key;
@@ -57,7 +57,7 @@ struct difference_kernels {
         return encoded ? cudaSuccess : encode_error();
     }
 
-    /* After encode(). */
+    /* Encodes the teacher's maps, after encode(). */
     cudaError_t encode_teacher(const strip_params &params)
     {
         return sm90::encode_teacher(&score, params) ? cudaSuccess : encode_error();
