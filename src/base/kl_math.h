@@ -61,8 +61,8 @@ SKL_HOST_DEVICE int skl_state_is_empty(const skl_row_state *state)
 }
 
 /* The state of a row that has seen one key: its KL is 0, whatever the rounding of the logits. Next to a shift that is
- * not its own logit, one of the sums may have underflowed; the other one still counts. The larger sum stays. The
- * shift of the smaller one takes their ratio, and what that rounds has little weight in the row. */
+ * not its own logit, one of the sums may have underflowed; the other one still counts. Keep the larger
+ * sum and fold the ratio into the other shift, where its rounding has little weight in the row. */
 SKL_HOST_DEVICE skl_row_state skl_state_of_one_key(skl_row_state state)
 {
     const float ratio = log2f(state.l_b) - log2f(state.l_a);

@@ -32,7 +32,7 @@ static skl_cuda_argument argument_of(const skl_side *side)
     return argument;
 }
 
-/* Statistics are those of the student, b, whatever the direction. */
+/* Statistics describe the student, b, whatever the direction. */
 static skl_cuda_params params_of(const skl_problem *p, const skl_call *call)
 {
     const bool reverse = p->direction == SKL_KL_REVERSE && call->op != SKL_OP_ATTENTION_STATS;

@@ -13,7 +13,7 @@ extern "C" {
 /* Lowest compute capability of the code of an architecture: 90 is 9.0. */
 enum { SKL_CAPABILITY_sm80 = 80, SKL_CAPABILITY_sm90 = 90 };
 
-/* First compute capability beyond those that the code of an architecture runs on. */
+/* The first compute capability that code of an architecture does not run on. */
 enum { SKL_CAPABILITY_END_sm80 = 1000, SKL_CAPABILITY_END_sm90 = 91 };
 
 /* Work that a kernel supports, as bits. */

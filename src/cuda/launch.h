@@ -73,14 +73,14 @@ struct skl_cuda_launch {
     int32_t num_splits;       /* forward: splits of the keys of a query tile, merged by a second kernel */
     int32_t head_group;       /* heads whose tiles run together so that their keys stay in the L2 cache */
     int32_t tall_tiles;       /* fused backward: tiles of SKL_SM90_TALL_ROWS queries */
-    int32_t teacher_side;     /* the gradients are those of q_t and k_t, not of q_s and k_s */
+    int32_t teacher_side;     /* 1: gradients of q_t and k_t; 0: of q_s and k_s */
     int32_t kl_in_backward;   /* the kernel that computes the gradients also stores rows.kl */
     int32_t rows_known;       /* an earlier launch of the same call stored kl and dot_t */
     int32_t sums_dk;          /* a fused backward adds up dk in f32: in dk itself, or at the start of its workspace */
-    size_t sums_t_at;         /* joint backward: where the sums of dk_t begin, after those of dk_s; bytes */
+    size_t sums_t_at;         /* joint backward: offset of the sums of dk_t, bytes */
     int32_t streams_queries;  /* the tiles are keys: with row bounds the kernel reads params.key_bounds */
     int32_t halves;           /* a forward whose arguments are the halves of a side's heads; it gives their LSEs */
-    int32_t lse_computed;     /* teacher groups: inputs.lse_t is what an earlier launch of the call computed */
+    int32_t lse_computed;     /* teacher groups: an earlier launch of the call computed inputs.lse_t */
     skl_strip_layout strips;  /* dense indexers and teacher groups in strips */
     skl_dense_chunk dense;    /* dense indexers on the general kernel */
     size_t pooled_at;         /* indexers on the general kernel: scratch of a pooled teacher in the launch's part */

@@ -98,8 +98,8 @@ static skl_status find_device(const skl_options *options, skl_cuda_device *devic
     return SKL_OK;
 }
 
-/* Bytes of workspace that suffice for every call of an operation, whatever it asks for and however its tensors are
- * laid out: the largest of what the launches of these calls ask for. */
+/* Returns the bytes of workspace that suffice for every call of an operation, whatever it requests and however its
+ * tensors are laid out: the largest workspace of their launches. */
 static size_t workspace_size_of(const skl_problem *p, const skl_cuda_target *target, skl_op op)
 {
     const uint32_t rows[] = {SKL_ROW_KL, SKL_ROW_LSE_T | SKL_ROW_LSE_S, SKL_ROW_KL | SKL_ROW_DOT_T};

@@ -1,5 +1,5 @@
-/* Selection: the launches of a call, as a pure function of the problem, of what the call asks for, and of facts about
- * its tensors and its device. It asks no driver and reads no pointer, so it answers on any machine for any GPU. */
+/* Selection: the launches of a call, as a pure function of the problem, the request, and facts about tensors and
+ * device. It asks no driver and reads no pointer, so it answers on any machine for any GPU. */
 #ifndef SKL_CUDA_SELECT_H
 #define SKL_CUDA_SELECT_H
 
@@ -42,7 +42,7 @@ extern const skl_cuda_layout skl_cuda_aligned; /* allows everything */
 
 skl_cuda_layout skl_cuda_layout_of(const skl_problem *problem, const skl_call *call);
 
-/* An output as what a later launch reads. */
+/* Returns an output as the input of a later launch. */
 static inline skl_input skl_cuda_input_of(const skl_output *out)
 {
     return (skl_input){out->data, out->stride_batch, out->stride_head, out->stride_row};
@@ -101,7 +101,7 @@ typedef struct skl_cuda_target {
 
 bool skl_cuda_runs_on(const skl_cuda_kernel *kernel, int capability);
 
-/* SKL_DOES_*: what a problem asks of a kernel. */
+/* Returns the work that a problem needs, as bits SKL_DOES_*. */
 uint32_t skl_cuda_work_of(const skl_problem *problem);
 
 /* The best kernel that does `work` for a problem with aligned tensors, or the one of this name; NULL: there is none.

@@ -114,8 +114,8 @@ static __device__ float dot_of_octets(const uint4 &a, const uint4 &b, skl_dtype 
            dot_of_pairs(a.w, b.w, dtype);
 }
 
-/* The row without <do, o>, which its shift lacks. All lanes of a row load the same: that takes no more time, and the
- * loads are in flight together with those of o and do. */
+/* Returns the row without <do, o>, which its shift lacks. All lanes of a row load the same values: the loads are in
+ * flight together with the loads of o and do, and cost no time. */
 static __device__ attention_row row_without_dot(const attention_backward_params &params, const row_position &at)
 {
     const skl_inputs &in = params.call.inputs;

@@ -1,5 +1,5 @@
-/* 16-bit floats, which choose among overloads and are stored. CUDA's own headers for them have hundreds of functions
- * more: they are half of what an otherwise empty translation unit takes to compile. */
+/* Types of 16-bit floats, for overloads and for storage. CUDA's own headers have hundreds of functions for them and
+ * take half of the compile time of an otherwise empty translation unit. */
 #ifndef SKL_CUDA_COMMON_ELEMENT_CUH
 #define SKL_CUDA_COMMON_ELEMENT_CUH
 

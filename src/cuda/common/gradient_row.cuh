@@ -9,8 +9,8 @@
 namespace tensor_core
 {
 
-/* The thread's part of a gradient row: of f32 or of 16 bits. The number of columns is that of the type which the
- * gradient has; the other one is 0. */
+/* The thread's part of a gradient row, in f32 or in 16 bits. The count of the gradient's type is the number of
+ * columns; the other count is 0. */
 struct gradient_columns {
     char *first;
     int of_f32, of_16_bits;
@@ -23,7 +23,7 @@ struct gradient_columns {
     }
 
     /* Stores columns acc_column(block, 0) and the next, if the row has the block. Rows of q and k have whole blocks
-     * of 8 columns, and those of gradients begin at even elements: see skl_select_has_pairs. */
+     * of 8 columns, and rows of gradients begin at even elements: see skl_select_has_pairs. */
     template <typename ELEMENT> __device__ void store_pair(int block, float low, float high, ELEMENT element) const
     {
         asm volatile("{\n"

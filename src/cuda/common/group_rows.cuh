@@ -38,7 +38,7 @@ __device__ inline void write_group_lse_t(const skl_cuda_params &params, bool lse
         skl_row_set(&lse_t, &s, h, query, visible_lse_t(params, lse_computed, s, h, query, mean_lse_t));
 }
 
-/* Writes what the call wants of a row, except for the teacher's LSEs, from its state: the teacher's logits are log2
+/* Writes the requested results of a row from its state, except for the teacher's LSEs: the teacher's logits are log2
  * P, made of inputs.lse_t. */
 __device__ inline group_row_lses write_group_row(const skl_cuda_params &params, bool lse_computed,
                                                  const skl_sequence &s, int64_t head, int64_t query,
@@ -96,10 +96,10 @@ __device__ inline void add_probabilities(row_sums &sums, float p, float s, float
     sums.w = fmaf(p == s ? 0.0F : p, log2_probability(p) - log_s, sums.w);
 }
 
-/* Whether a tile's sums can be added to a row with its shift. The sum of S must not be too large; nor too small,
- * because a logit far below its shift is rounded to fewer digits. Where all pairs are equal, the shift stays that of
- * P while S does not underflow: with another one, w would not be exactly 0. A shift that S has chosen alone, because
- * P of all keys so far is 0, ends with the first P above 0. */
+/* Whether a tile's sums can be added to a row with its shift. The sum of S must not be too large, and not too small:
+ * a logit far below its shift is rounded to fewer digits. If all pairs are equal, S keeps the shift of P while it
+ * does not underflow: with another shift, w would not be exactly 0. A shift that S has chosen alone, because P of all
+ * keys so far is 0, ends with the first P above 0. */
 __device__ inline bool keeps_shift(const skl_row_state &state, const row_sums &sums)
 {
     const float smallest = sums.l_a == sums.l_b && sums.w == 0.0F ? FLT_MIN : 0x1p-16F;
@@ -108,9 +108,10 @@ __device__ inline bool keeps_shift(const skl_row_state &state, const row_sums &s
            !(alone && sums.l_a > 0.0F);
 }
 
-/* The state with a shift for a tile whose largest logit is `m` and largest P is `p`. The new shift may be below the
- * old one; a small sum of S says how far. If P is S, log2 p = m - reference up to the roundings of both, and the
- * shift becomes that of P again. Any other row keeps its own: next to the shift of P its logits would lose digits. */
+/* Returns the state with a shift for a tile whose largest logit is `m` and largest P is `p`. The new shift may be
+ * below the old one; a small sum of S says how far. If P is S, log2 p = m - reference up to the roundings of both,
+ * and the shift becomes that of P again. Any other row keeps its own: next to the shift of P its logits would lose
+ * digits. */
 __device__ inline skl_row_state with_shift_for(const skl_row_state &state, float m, float p, float reference)
 {
     const float largest = state.m_b + fminf(lg2(state.l_b), 0.0F);

@@ -30,7 +30,7 @@ typedef skl_f16 skl_element_f16;
 #define SKL_DETAIL_softcap  ""
 #define SKL_DETAIL_plain    ", no softcap"
 
-/* The row cuda_ARCH_TYPE_NAME. What follows `detail` are members of skl_cuda_kernel, in their order. */
+/* The row cuda_ARCH_TYPE_NAME. The arguments after `detail` are members of skl_cuda_kernel, in their order. */
 #define SKL_KERNEL(arch, type, name_, detail_, ...)                                                                  \
     extern "C" const skl_cuda_kernel skl_cuda_##arch##_##type##_##name_ = {                                          \
         .name = "cuda_" #arch "_" #type "_" #name_,                                                                  \

@@ -6,7 +6,7 @@
 
 #include "cuda/common/row_state.cuh"
 
-/* -inf for a = 0, and NaN below it and for what is not finite. */
+/* -inf for a = 0, NaN for a < 0 and for numbers that are not finite. */
 __device__ inline float linear_logit(float product)
 {
     const float logit = tensor_core::log2_probability(product) + (product - product);

@@ -89,7 +89,7 @@ template <int THREADS> struct quad_long_sums {
                 total[half][threadIdx.x / 4][lane] += (double)(lane == 0 ? row.l_a : lane == 1 ? row.l_b : row.w);
             sums[half] = {};
         }
-        __syncwarp(); /* of() reads those of other lanes */
+        __syncwarp(); /* of() reads the totals of other lanes */
     }
 
     /* Returns the sums of the whole row in its first lane, 0 in the others. */

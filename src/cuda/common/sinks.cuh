@@ -20,8 +20,8 @@ __device__ inline skl_lse2 in_base_2(float x)
     return {value, fabsf(x) < INFINITY ? low : 0.0F};
 }
 
-/* A sink as a shift and a sum of one exponential, l = 2^low. The sum keeps what the shift rounds: the LSE of a row
- * that a sink dominates is the sink. The rest of a huge logit is no exponent. */
+/* A sink as a shift and a sum of one exponential, l = 2^low. The sum keeps the rounding error of the shift: the LSE
+ * of a row that a sink dominates is the sink. The rounding error of a huge logit is too large for an exponent. */
 struct sink_term {
     float m, l, low;
 
@@ -67,7 +67,7 @@ __device__ inline skl_row_state with_sink(const skl_cuda_params &params, const s
     return add_sink(state, sink, p.direction == SKL_KL_REVERSE);
 }
 
-/* The LSEs to which the logits of a forward are relative: those of a teacher group's heads. */
+/* The LSEs to which the logits of a forward are relative: the teacher's with a teacher group, else none. */
 __device__ inline skl_row_lses group_lses(const skl_cuda_params &params, const skl_sequence &s, int64_t head,
                                           int64_t query, int64_t group)
 {

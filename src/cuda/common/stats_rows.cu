@@ -1,5 +1,5 @@
-/* Memory-bound kernels around those of attention statistics: clear outputs and sums, add the slots
- * of key sums, and the weights of chosen rows. */
+/* Memory-bound kernels of attention statistics: they clear outputs and sums, add the slots of key sums, and write the
+ * weights of chosen rows. */
 #include "base/convert.h"
 #include "cuda/common/stats.cuh"
 

@@ -166,8 +166,8 @@ template <int ROWS, typename INDEX = int> struct row_ranges {
     }
 };
 
-/* Streamed rows that several stationary rows see: `any` covers those that at least one row sees, `all` those that
- * every row sees. Rows after the tensor's last row count, too: they are 0, and their results are not stored. */
+/* Streamed rows that several stationary rows see: at least one row sees `any`, every row sees `all`. Rows after the
+ * tensor's last row count, too: they are 0, and their results are not stored. */
 struct reach {
     range32 any, all;
 };
@@ -240,7 +240,7 @@ template <int M, bool DK> struct row_tile {
     skl_sequence sequence;
     int64_t head, first; /* head of the gradient, first row of the tile */
     int64_t rows;        /* rows of the sequence that take part */
-    int64_t stored;      /* rows of the sequence that have a gradient; that of padding keys is 0 */
+    int64_t stored;      /* rows of the sequence that have a gradient; padding keys have 0 */
 
     /* The tile of this block; false if the block has no tile. */
     __device__ bool find(const backward_params &params)

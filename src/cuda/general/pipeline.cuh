@@ -221,8 +221,8 @@ template <int COUNT> __device__ inline void read_fours(float (&to)[COUNT], const
 }
 
 /* sum[i][j] += a[i] b[j] over the steps of a stage. read_a(a, step) and read_b(b, step) read a thread's rows and
- * columns of a step. SKIP_ZEROS: a value of 0 in `a` is that of a masked pair. It is skipped, because b may not be
- * finite. Half of the steps are unrolled: all would be a few percent faster, and take long to compile. */
+ * columns of a step. SKIP_ZEROS: a value of 0 in `a` belongs to a masked pair and is skipped, because b may not be
+ * finite. Half of the steps are unrolled: unrolling all would be a few percent faster, and take long to compile. */
 template <bool SKIP_ZEROS, int COLUMNS, int R, typename READ_A, typename READ_B>
 __device__ inline void multiply_steps(fragment<COLUMNS, R> &sum, READ_A read_a, READ_B read_b)
 {

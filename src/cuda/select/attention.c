@@ -290,7 +290,8 @@ static const char *why_not_carried(const choice *s, const skl_cuda_kernel **kern
     return *kernel == NULL ? "types or head sizes that no such kernel has" : NULL;
 }
 
-/* Key heads whose tiles fill the GPU twice; more of them only if the L2 cache holds what they stream. */
+/* Returns the number of key heads whose tiles fill the GPU twice, or more if the L2 cache holds the rows that they
+ * stream. */
 static int32_t carried_head_group(const choice *s)
 {
     const skl_problem *const p = s->problem;

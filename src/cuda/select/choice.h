@@ -11,7 +11,7 @@ typedef struct choice {
     const skl_cuda_request *request;
     const skl_cuda_layout *layout;
     skl_cuda_launches *launches;
-    uint32_t work;                 /* SKL_DOES_*: what the problem asks of a kernel */
+    uint32_t work;                 /* SKL_DOES_*: work that the problem needs */
     const skl_cuda_kernel *kernel; /* the best one that the layout allows */
     const char *reason;            /* why it is this kernel */
     bool some_rows, some_keys;     /* the problem has queries; it has keys */
@@ -46,7 +46,7 @@ skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cud
  * where they begin. */
 size_t skl_select_keep(const choice *s, size_t size);
 
-/* Keeps what a launch stores for the others. */
+/* Keeps the part of the workspace that a launch fills for later ones. */
 void skl_select_keep_workspace(const choice *s, skl_cuda_launch *launch, size_t size);
 
 /* Gives a launch `size` bytes for itself. Launches run one after another and share these bytes. */
@@ -60,8 +60,8 @@ int64_t skl_select_query_tiles(const skl_problem *p, int64_t tile_rows);
 /* Every row attends to every key of its sequence: no window ends before the keys do. */
 bool skl_select_has_no_window(const skl_problem *p);
 
-/* Heads whose tiles of queries run together. `bytes_a`, `bytes_b`: what a tile streams per element of an argument's
- * keys, f32 sums of dk included. */
+/* Heads whose tiles of queries run together. `bytes_a`, `bytes_b`: bytes that a tile streams per element of an
+ * argument's keys, f32 sums of dk included. */
 int32_t skl_select_head_group(const choice *s, int64_t tile_rows, int64_t bytes_a, int64_t bytes_b);
 
 /* Splits the keys of each query tile over `blocks` blocks per SM, whose states go to the workspace. */
@@ -73,7 +73,7 @@ int64_t skl_select_blocks_to_fill(const skl_problem *p);
 
 /* ---- attention.c: one teacher head per student head, and the parts that teacher groups share ------------------- */
 
-/* One side of the KL, and what the call wants of it. */
+/* One side of the KL, and the gradients that the call requests for it. */
 typedef struct wanted_side {
     bool of_teacher, of_b; /* b is the second argument of the KL */
     bool dq, dk;

@@ -46,7 +46,7 @@ bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t di
     return fits;
 }
 
-/* Clears the bits of a tensor of this type and shape for what its address and strides do not allow. */
+/* Clears the bits of accesses that the address and strides of a tensor of this type and shape do not allow. */
 static void look_at(skl_cuda_layout *layout, uint32_t bit, skl_input tensor, skl_dtype dtype, int64_t dim,
                     int64_t heads, skl_tensor_rows shape)
 {

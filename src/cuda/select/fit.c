@@ -125,7 +125,7 @@ bool skl_select_only_lse_s(const skl_cuda_request *request)
 
 /* ---- Reasons --------------------------------------------------------------------------------------------------- */
 
-/* Why a problem has no tensor-core kernel: what the kernel that comes closest lacks. */
+/* Why a problem has no tensor-core kernel: the feature that the closest kernel lacks. */
 static const char *why_general(const choice *s)
 {
     const skl_cuda_kernel *kernel = NULL;

@@ -84,7 +84,7 @@ static bool has_rows(const skl_cuda_request *request)
     return request->op != SKL_OP_BACKWARD && (!skl_op_is_one_pass(request->op) || (request->rows & of_one_pass) != 0);
 }
 
-/* Puts the bytes of each launch after what is kept. */
+/* Puts the bytes of each launch after the kept part. */
 static void lay_out_workspace(skl_cuda_launches *launches)
 {
     for (int n = 0; n < launches->count; n++)

@@ -1,4 +1,4 @@
-/* Launches of attention statistics: those of the student's attention. */
+/* Launches of attention statistics, which describe the student's attention. */
 #include "cuda/select/choice.h"
 
 #include "base/problem.h"
@@ -8,7 +8,7 @@
 #define OF_COLUMNS (SKL_STATS_OF_KEYS | SKL_STATS_OF_ONE_PASS)
 #define OF_MASSES  (SKL_STATS_DISTANCE_MASS | SKL_STATS_RANGES)
 
-/* The student on both sides: what a kernel must support. */
+/* Returns the problem that a kernel must support: the student on both sides. */
 static skl_problem student_of(const skl_problem *p)
 {
     skl_problem student = skl_cuda_halves_of(p, false).problem;

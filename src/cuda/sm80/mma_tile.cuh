@@ -200,7 +200,7 @@ __device__ inline void multiply(logits<M, BLOCKS> &x, const row_frags<DIM, M> &f
 }
 
 /* x += 16 M stationary rows times 8 N streamed rows over DIM dimensions, both from shared memory; N is even. The
- * addresses are those of the first row on each side. */
+ * addresses point to the first row on each side. */
 template <typename ELEMENT, int DIM, int M, int N>
 __device__ inline void multiply_add_smem(float (&x)[M][N][4], uint32_t a_address, uint32_t b_address)
 {

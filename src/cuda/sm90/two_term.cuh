@@ -3,9 +3,8 @@
  *   q k = factor_q factor_k (q_high k_high + q_high k_low + q_low k_high)
  *
  * common/two_term_rows.cu turns rows into high and low. f16 has the 11 significant bits of TF32 at twice its rate;
- * what it lacks in range, the factors of the rows make up for. The product q_low k_low, which is left out, is below
- * 2^-24 of the others. Tensor cores truncate their sums: small products are added first, while the sums are small,
- * too.
+ * the factors of the rows make up for its smaller range. The product q_low k_low, which is left out, is below 2^-24
+ * of the others. Tensor cores truncate their sums: small products are added first, while the sums are small, too.
  *
  * A two-term row in memory is [high | low], 2 DIM elements. */
 #ifndef SKL_CUDA_SM90_TWO_TERM_CUH
@@ -24,7 +23,7 @@ using tensor_core::product_of;
 struct two_term_f32 {
 };
 
-/* Operands in memory: `type` is that of an element, a row of DIM has TERMS DIM of them. */
+/* Operands in memory: `type` is the element type, and a row of DIM has TERMS DIM elements. */
 template <typename ELEMENT> struct operand {
     typedef ELEMENT type;
     static constexpr bool TWO_TERM = false;
@@ -215,8 +214,8 @@ __device__ inline void issue_two_term_gradient(float (&sum)[DIM / 8][4], const u
         wgmma<true>(sum, high[step], smem_descriptor(rows + step * STEP), 1, skl_f16());
 }
 
-/* Units of f16 gradients (common/row_stats.cuh), one per stationary row: what one row attends to, such as a key much
- * larger than all others, makes no other row less accurate. */
+/* Units of f16 gradients (common/row_stats.cuh), one per stationary row: a key much larger than all others makes no
+ * row less accurate that does not attend to it. */
 struct row_units {
     gradient_unit<skl_f16> of[2] = {{-126}, {-126}}; /* the thread's rows */
 

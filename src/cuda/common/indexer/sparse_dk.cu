@@ -141,7 +141,7 @@ static __device__ float4 load_four(const float *from, int64_t left, int64_t dim)
                        left > 3 ? from[3] : 0.0F);
 }
 
-/* Adds the first `count` hits to the sums. A warp adds those of every eighth key, so each sum has one owner. */
+/* Adds the first `count` hits to the sums. A warp adds the hits of every eighth key, so each sum has one owner. */
 static __device__ void add_hits(dk_memory &memory, int count, const float *entry_dk, int64_t c_first, int64_t dim)
 {
     constexpr int LOADS = 8; /* loads in flight at once */
@@ -223,7 +223,7 @@ static __device__ void add_rows(dk_memory &memory, const sparse_dk_params &param
     }
 }
 
-/* Adds the entries of a chunk to the sums of a work item. `rows` are all rows of the key head, chunk_rows those of
+/* Adds the entries of a chunk to the sums of a work item. `rows` are all rows of the key head, chunk_rows the rows of
  * the chunk. Sums start at 0 with the first chunk that has rows of the key head, stay in params.dk_sums between
  * chunks, and become the gradient after the last one. */
 static __device__ void add_chunk(dk_memory &memory, const sparse_dk_params &params, const skl_sparse_chunk &chunk,

@@ -365,8 +365,8 @@ __device__ inline index_row *rows_of_split(const strip_params &params, unsigned 
     return params.split_rows + ((slot - params.strip_first) * params.num_splits + split) * SIDE;
 }
 
-/* Merges what the four lanes of a row hold of a tile, and adds it to the row's sums in memory. The registers are
- * needed for P and Y. */
+/* Merges the parts of a tile that the four lanes of a row hold, and adds them to the row's sums in memory: P and Y
+ * need the registers. */
 __device__ inline void add_to_row(index_row *to, const index_row &row)
 {
     const index_row sum = merge_lanes(row);

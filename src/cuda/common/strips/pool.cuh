@@ -109,7 +109,7 @@ template <> struct head_pool<true> {
 
 /* ---- Blocks --------------------------------------------------------------------------------------------------- */
 
-/* M of the keys seen so far. Maxima are those of P or log2 P; `value` turns the result of a tile into M. */
+/* M of the keys seen so far, as maxima of P or log2 P; `value` turns the result of a tile into M. */
 template <typename HEADS> struct largest_of_keys {
     static constexpr float NOTHING = -INFINITY;
 
@@ -154,7 +154,7 @@ struct target_tile {
     int blocks_left; /* blocks left in the row */
     bool continues;  /* the tile is not the first of its block */
 
-    /* Merges what the four lanes of the row hold of a block, and stores it. */
+    /* Merges the parts of a block that the four lanes of the row hold, and stores M. */
     template <typename KEYS> __device__ void store(int block, float of_lane) const
     {
         float all = KEYS::merge(of_lane, __shfl_xor_sync(~0U, of_lane, 1));
@@ -239,7 +239,8 @@ __device__ inline void pool_tile_keys(const strip_params &params, const query_sl
 
 /* ---- The student's side --------------------------------------------------------------------------------------- */
 
-/* p = M of a tile of blocks, from the strip's target. What a row does not attend to may be anything. */
+/* p = M of a tile of blocks, from the strip's target. Values of blocks that a row does not attend to are undefined.
+ */
 template <int N>
 __device__ inline void load_target(float (&p)[N][4], const strip_params &params, unsigned slot_index,
                                    const int (&rows)[2], int first)

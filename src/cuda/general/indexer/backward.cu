@@ -68,7 +68,7 @@ static __device__ void load_row_stats(backward_memory<QUERIES> &memory, const ch
     memory.stats[threadIdx.x] = stats;
 }
 
-/* dy of the visible pairs with memory.keys. `dy` is that of the first query and key. */
+/* dy of the visible pairs with memory.keys. `dy` points to the first query and key. */
 template <int QUERIES>
 static __device__ void logit_gradients(float *dy, backward_memory<QUERIES> &memory, const chunk_params &params)
 {

@@ -57,7 +57,8 @@ template <typename ELEMENT, int DIM, bool DK> struct group_gradient_pass {
         return lse_at(of, params.group_size, true, query);
     }
 
-    /* Upstream gradient of a query that attends to a key of the block. Those of others must not move the unit. */
+    /* Upstream gradient of a query that attends to a key of the block. Other upstream gradients must not move the
+     * unit. */
     __device__ float upstream(int head, int64_t query) const
     {
         const skl_sequence &s = smem.block.sequence;

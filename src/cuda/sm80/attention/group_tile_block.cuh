@@ -78,9 +78,9 @@ template <int DIM> __device__ inline smem_rows<DIM> &rows_from(uint4 &first)
 
 /* The beginning of a block's shared memory; one or two slots for streamed rows follow. */
 template <int DIM> struct alignas(128) group_smem {
-    /* G of a stage, once the student's product has read the stationary rows. Before that, those that some warps share
-     * begin where their G does: other warps neither read nor write there, so that these need not wait for the block.
-     */
+    /* G of a stage, once the student's product has read the stationary rows. Before that, stationary rows that some
+     * warps share begin where the G of these warps does: other warps neither read nor write there, so these need not
+     * wait for the block. */
     uint4 g[GROUP_STATIONARY][GROUP_STREAMED / 8];
     group_source sources[2][SKL_GROUP_TILES_SIZE_MAX + 1]; /* operands of a student head's products, first the
                                                             * teacher's; and those of the next head */
@@ -178,8 +178,8 @@ __device__ inline void *kept_address(void *shared)
     return __cvta_shared_to_generic(kept(shared_address(shared)));
 }
 
-/* The index of a thread, kept(threadIdx.x), as a number that the compiler has not seen before: it would keep dozens
- * of addresses that follow from it in registers during the whole loop. */
+/* An opaque threadIdx.x, kept(threadIdx.x): the compiler cannot hoist the dozens of addresses that follow from it
+ * into registers for the whole loop. */
 __device__ inline unsigned group_index(unsigned kept_index)
 {
     asm volatile("" : "+r"(kept_index));

@@ -270,7 +270,7 @@ template <typename ELEMENT> struct ratio_scores {
     }
 
     /* dot_t of a head needs the sums of p_h and of p_h (phi - mean), where phi = dKL / dP is ln2 R, or -2^R for the
-     * reverse KL. Sums of a tile are added to those of the split in memory. */
+     * reverse KL. Sums of a tile are added to the sums of the split in memory. */
     __device__ void end_tile(slab_stream<ELEMENT> &slabs, const tile_logits &ratio) const
     {
         if (params.output != OUTPUT_DOTS)
@@ -320,7 +320,7 @@ __device__ inline void write_strip_row(const ratio_params &params, const query_s
             lses, skl_dot_rule_of(&row.state, params.reverse, !normalizes_dots(params)).mean};
 }
 
-/* Writes dot_t, and then the teacher's LSEs, which may replace those that dot_t is made of. */
+/* Writes dot_t, and then the teacher's LSEs, which may overwrite the LSEs that dot_t reads. */
 template <typename PARAMS>
 static __global__ void __launch_bounds__(SIDE) finish_dots(const __grid_constant__ PARAMS params)
 {

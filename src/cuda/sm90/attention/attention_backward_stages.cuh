@@ -16,7 +16,7 @@ constexpr int STATS_WARPS = STAGE_ROWS / 32; /* the last ones of the producer */
 constexpr int KEY_WARPGROUP_REGS = 240, PRODUCER_REGS = 24;
 static_assert(CONSUMERS * KEY_WARPGROUP_REGS + PRODUCER_REGS <= (CONSUMERS + 1) * 168, "registers of a block");
 
-/* Row stats of two adjacent queries: a thread loads those of its columns at once. */
+/* Row stats of two adjacent queries: one load of a thread for its two columns. */
 struct alignas(16) stage_pair {
     float lse_b[2], shift[2], lse_a[2], weight[2];
 };
@@ -65,8 +65,8 @@ struct attention_backward_maps {
 
 /* ---- Producer ----------------------------------------------------------------------------------------------- */
 
-/* All loads of the block, issued by one warp. Stage n belongs to query head n / stages of those that share the key
- * head. */
+/* All loads of the block, issued by one warp. Stage n belongs to query head n / stages among the heads that share the
+ * key head. */
 template <int DIM, int DIM_A>
 __device__ inline void produce(const attention_backward_params &params, const attention_backward_maps &maps,
                                attention_backward_smem<DIM, DIM_A> &smem)

@@ -217,7 +217,7 @@ template <typename ELEMENT, int DIM, int DIM_A> struct attention_forward_rows {
         }
     }
 
-    /* P of the n-th tile. One product for both moves of w: those of equal sides cancel exactly. */
+    /* P of the n-th tile. One product makes both moves of w, so that equal sides cancel exactly. */
     template <bool LAST = false>
     __device__ void take_teacher(const forward_logits &x, const forward_logits &b, const float (&before)[2],
                                  bool student_moved, int n)

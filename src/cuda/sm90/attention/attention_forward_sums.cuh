@@ -1,5 +1,5 @@
-/* The sums of the attention forward that carries its KL: those of a tile of 64 queries x FORWARD_KEYS keys, and the
- * shifts of its rows. */
+/* Sums of the attention forward that carries its KL, over a tile of 64 queries x FORWARD_KEYS keys, and the shifts of
+ * its rows. */
 #ifndef SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_SUMS_CUH
 #define SKL_CUDA_SM90_ATTENTION_ATTENTION_FORWARD_SUMS_CUH
 

@@ -216,8 +216,8 @@ __device__ inline bool add_capped(skl_row_state (&state)[2], const stage_logits 
            add_with_shift(state, x, capped_logit{params.a}, y, capped_logit{params.b});
 }
 
-/* Adds the columns of a masked stage that a row attends to, `sees`, with the current shift; that of an empty row
- * becomes the thread's first logit. Returns false and adds nothing if a sum exceeds the bound, or if an empty row
+/* Adds the columns of a masked stage that a row attends to, `sees`, with the current shift; an empty row takes the
+ * thread's first logit as its shift. Returns false and adds nothing if a sum exceeds the bound, or if an empty row
  * attends to a later column and not to the first one. Each thread decides for itself: with a common decision the bits
  * of a row would depend on keys that only other rows see. A masked pair has the same logit in both arguments, whose
  * exponential is 0. */

@@ -33,7 +33,8 @@ struct slot_state {
 
 constexpr int TEACHER_SLOTS_MAX = 4;
 
-/* Barriers of the pipelines. The student's keys have one slot: between two of its products are those of r heads. */
+/* Barriers of the pipelines. The student's keys have one slot, because r teacher heads are multiplied between two of
+ * its products. */
 struct group_barriers {
     uint64_t queries_full;
     uint64_t keys_t_full[TEACHER_SLOTS_MAX], keys_t_empty[TEACHER_SLOTS_MAX];

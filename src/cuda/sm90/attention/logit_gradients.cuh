@@ -105,7 +105,7 @@ __device__ inline void sanitize_rows(row_stage<DIM> &rows, float (&poison)[STAGE
 
 /* ---- Row stats ---------------------------------------------------------------------------------------------- */
 
-/* Row stats of a stage of queries, one array per statistic: a thread loads those of two adjacent columns at once.
+/* Row stats of a stage of queries, one array per statistic: a thread loads the stats of two adjacent columns at once.
  * LSEs are in base 2. */
 struct alignas(16) stage_row_stats {
     float lse_a[STAGE_ROWS], lse_b[STAGE_ROWS], kl[STAGE_ROWS], grad[STAGE_ROWS];
@@ -160,7 +160,7 @@ __device__ inline row_stats load_row_stats(const row_stats &from)
 
 /* ---- Gradients of logits ------------------------------------------------------------------------------------ */
 
-/* Products are what the accumulators hold; for two-term rows see two_term_factors. */
+/* The accumulators hold products; two-term rows have two_term_factors. */
 struct no_row_factors {
     __device__ void load_columns(int)
     {

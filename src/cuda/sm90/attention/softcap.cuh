@@ -18,8 +18,8 @@
 namespace sm90
 {
 
-/* The logits of an instance: multiples of products; capped, or computed with care for a linear link; or
- * those of a B with a linear link, whose usual stages have a path of their own. */
+/* The logits of an instance: multiples of products; capped, or computed with care for a linear link; or logits of a B
+ * with a linear link, whose usual stages have a path of their own. */
 enum logit_form { PLAIN_LOGITS, CAPPED_LOGITS, LINEAR_LOGITS };
 
 /* Calls launch(std::true_type) for a problem with a softcap and launch(std::false_type) for the others. An instance

@@ -199,8 +199,8 @@ struct stats_columns : stats_position<stats_smem<stats_columns<E, D, CAPPED, WEI
     }
 
     /* Keeps products, not logits relative to an LSE: a sink or an LSE of more keys may be far above the logits, and
-     * the difference would lose their last bits. This loop has its own place: in that of the sums, ptxas runs out of
-     * registers and serializes the wgmmas (C7511). */
+     * the difference would lose their last bits. The loop is separate from the loop of the sums: together, ptxas runs
+     * out of registers and serializes the wgmmas (C7511). */
     template <bool MASKED> __device__ void add_largest(const stage_logits &x, int key)
     {
 #pragma unroll

@@ -329,8 +329,7 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         return (int)(threadIdx.x % 128 / 32) * 16 + of_row;
     }
 
-    /* Makes room in rows where a list could become full with a stage; then its address would be that of an empty one.
-     */
+    /* Makes room in rows whose list a stage could fill: the address of a full list would be that of an empty one. */
     template <int PASS> __device__ void make_room()
     {
         constexpr int LIMIT = TOP_LIST - STAGE_KEYS / 4;

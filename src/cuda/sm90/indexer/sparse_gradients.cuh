@@ -31,7 +31,8 @@ constexpr int GRADIENT_REGISTERS = 152;                              /* register
 constexpr int SPARSE_GRADIENT_CONSUMERS = (1 + DK_WARPGROUPS) * 128; /* threads */
 constexpr int SPARSE_GRADIENT_THREADS = 128 + SPARSE_GRADIENT_CONSUMERS;
 
-/* f16 operands are multiples of a unit, a power of two. That of dy is a constant, because dy is within -1 and 1. */
+/* f16 operands are multiples of a unit, a power of two. The unit of dy is a constant, because dy is within -1 and 1.
+ */
 template <typename ELEMENT> constexpr bool HAS_UNITS = std::is_same_v<ELEMENT, skl_f16>;
 template <typename ELEMENT> constexpr float DY_UNIT = HAS_UNITS<ELEMENT> ? 0x1p-14F : 1.0F;
 
@@ -240,8 +241,8 @@ template <typename ELEMENT, int DIM> struct sparse_dk {
     int index; /* number of the dk warpgroup, which takes every other tile */
     ring_position<sparse_gradient_smem<DIM>::DEPTH> at;
 
-    /* Adds what a tile's entries add to dk. A warp has 16 keys, and passes them on as rows through shared memory: in
-     * its accumulators, a row is spread over four lanes. base: row 0 of the key head. */
+    /* Adds the dk of a tile's entries to the sums. A warp has 16 keys, and passes them on as rows through shared
+     * memory: in its accumulators, a row is spread over four lanes. base: row 0 of the key head. */
     __device__ void add_tile_dk(const float (&dk)[DIM / 8][4], float *base, int key, const float (&factors)[2]) const
     {
         const int lane = (int)(threadIdx.x % 32);
@@ -261,8 +262,8 @@ template <typename ELEMENT, int DIM> struct sparse_dk {
         bulk_commit();
     }
 
-    /* All tiles of the row. weights: those of the index heads in the thread's columns, two in each,
-     * which `factor` has the unit of. */
+    /* All tiles of the row. weights: weights of the index heads in the thread's columns, two in each, in the unit of
+     * `factor`. */
     __device__ void multiply(const uint32_t (&weights)[INDEX_HEADS / 8], const row_slot &slot,
                              const row_stage<DIM> &queries, int tiles, float factor)
     {
