@@ -47,6 +47,24 @@ def test_losses_and_gradients(monkeypatch, logits, weights, bias):
     torch.testing.assert_close(rows["language"].sum() / (BATCH * (LENGTH - 1)), expected[1].detach())
 
 
+def test_tokens_that_the_teacher_excludes():
+    """A teacher's logit of -inf adds nothing to the KL, also where the student excludes the token, too."""
+    identity = torch.nn.Identity()
+    logits_t, logits_s = torch.randn(2, 1, 4, 9)
+    logits_t[..., 6:] = logits_s[..., 7:] = -torch.inf
+    labels = torch.tensor([[0, 1, 2, -100]])
+    expected = torch.nn.functional.kl_div(
+        logits_s[..., :7].log_softmax(-1), logits_t[..., :7].softmax(-1), reduction="batchmean"
+    )
+    leaf = logits_s.clone().requires_grad_()
+    total, output, _ = chunked.output_losses(identity, identity, logits_t, leaf, labels, (1.0, 0.0), 3)
+    torch.testing.assert_close(output, expected / 4)
+    total.backward()
+    torch.testing.assert_close(leaf.grad, (logits_s.softmax(-1) - logits_t.softmax(-1)) / 4)
+    rows = chunked.row_losses(identity, identity, logits_t, logits_s, labels)["output"]
+    torch.testing.assert_close(rows.sum(), expected)
+
+
 @pytest.mark.parametrize("logits, lengths", [(1, [1] * 33), (7 * VOCABULARY, [7, 7, 7, 7, 5]), (1 << 26, [33])])
 def test_chunks(monkeypatch, logits, lengths):
     monkeypatch.setattr(chunked, "LOGITS", logits)

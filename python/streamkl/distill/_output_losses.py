@@ -46,7 +46,8 @@ def row_losses(head_t, head_s, hidden_t, hidden_s, labels: torch.Tensor) -> dict
             )
             if rows_t is not None:
                 log_p = _log_softmax(head_t(rows_t))
-                parts.setdefault("output", []).append((log_p.exp() * (log_p - log_s)).sum(-1))
+                p = log_p.exp()
+                parts.setdefault("output", []).append(torch.where(p > 0, p * (log_p - log_s), 0.0).sum(-1))
     return {name: torch.cat(chunks).view_as(labels) for name, chunks in parts.items()}
 
 
@@ -95,7 +96,7 @@ def _chunk_losses(logits_s, logits_t, labels, w_output: float, w_language: float
 
     With x = log softmax of the teacher's logits and y of the student's:
 
-    output = sum exp(x) (x - y)     language = -y[label]
+    output = sum exp(x) (x - y)     language = -y[label]        a token with exp(x) = 0 adds 0
     dy = w_output (exp(y) - exp(x)) + w_language (exp(y) - onehot(label))
     """
     y = _log_softmax(logits_s)
@@ -107,7 +108,7 @@ def _chunk_losses(logits_s, logits_t, labels, w_output: float, w_language: float
         x = _log_softmax(logits_t)
         p = x.exp()
         dy.sub_(p, alpha=w_output)
-        output = x.sub_(y).mul_(p).sum()
+        output = x.sub_(y).mul_(p).masked_fill_(p == 0, 0.0).sum()
     dy.scatter_add_(1, labels.clamp(min=0)[:, None], (-w_language * has_label.to(dy.dtype))[:, None])
     return dy.to(logits_s.dtype), output, language
 
