@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -13,7 +14,16 @@ from ._checks import sizes
 from ._distributed import may_be_distributed
 from ._mean import attends_everywhere, divided, total_weight, weighted
 from ._ops import BOTH_LSES, Forward, OnePass, Operators
-from ._options import AttentionOptions, Parallel, Reduction, check_flags, check_tensors, translate, with_options
+from ._options import (
+    AttentionOptions,
+    Parallel,
+    Reduction,
+    check_flags,
+    check_tensors,
+    defaults_of,
+    translate,
+    with_options,
+)
 from ._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, KL_FORWARD
 
 if TYPE_CHECKING:
@@ -154,6 +164,8 @@ def _pooled(q_t, k_t, q_s, k_s, return_lse, refused, softcap_s=0.0, link_s="soft
     """The student of a pooled teacher: an indexer with one index head per head, no ReLU and weights of 1."""
     from .indexer import indexer_kl
 
+    if unknown := options.keys() - defaults_of(AttentionOptions).keys():
+        raise TypeError(f"attention_kl() got an unexpected keyword argument {min(unknown)!r}")
     refused = refused | dict(softcap_s=softcap_s or None, link_s=None if link_s == "softmax" else link_s)
     for name, value in refused.items():
         if value is not None:
@@ -161,7 +173,11 @@ def _pooled(q_t, k_t, q_s, k_s, return_lse, refused, softcap_s=0.0, link_s="soft
             raise ValueError(f"{name}{shown}: must be left out with pool: the student of a pooled teacher has none")
     check_flags(return_lse=return_lse)
     weights = torch.ones((), dtype=torch.float32, device=q_s.device).expand(*q_s.shape[:-1], 1)
-    result = indexer_kl(q_t, k_t, q_s, k_s, weights, relu=False, return_rows=return_lse, **options)
+    try:
+        result = indexer_kl(q_t, k_t, q_s, k_s, weights, relu=False, return_rows=return_lse, **options)
+    except ValueError as error:  # the weights are those of the queries
+        message = re.sub(r"\bw_s (\[[^]]*\])", f"q_s {list(q_s.shape)}", str(error))
+        raise ValueError(re.sub(r"\bw_s\b", "q_s", message)) from None
     return (result[0], result[1].lse_t, result[1].lse_s) if return_lse else result
 
 
@@ -204,15 +220,26 @@ def promote_under_autocast(q_t, k_t, q_s, k_s):
     return q_t.to(type_t), k_t.to(type_t), q_s.to(type_s), k_s.to(type_s)
 
 
-def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, lengths, options) -> torch.Tensor:
-    """The weights as f32 [batch, heads_s, len_q], packed [heads_s, total_q]: the sizes of the tensor `student`."""
+def expand_weight(row_weight: torch.Tensor, student: torch.Tensor, lengths, options, name="q_s") -> torch.Tensor:
+    """The weights as f32 [batch, heads_s, len_q], packed [heads_s, total_q]: the sizes of the tensor `student`, named `name`."""
     packed = lengths.cu_seqlens_q is not None
     if student.dim() != (3 if packed else 4):
         return row_weight  # the checks of the operator report that tensor
     batch, heads, length = sizes(student.shape, packed, options.heads_first)
-    per_row, per_head = ((length,), (heads, length)) if packed else ((batch, length), (batch, heads, length))
+    return weight_of_rows(row_weight, (heads, length) if packed else (batch, heads, length), student, name)
+
+
+def weight_of_rows(
+    row_weight: torch.Tensor, per_head: tuple[int, ...], queries: torch.Tensor, name: str
+) -> torch.Tensor:
+    """The weights as f32 of the shape `per_head`, [..., heads, rows]; they may lack the heads. `name` is that of the queries."""
+    per_row = (*per_head[:-2], per_head[-1])
     if tuple(row_weight.shape) not in (per_row, per_head):
-        raise ValueError(f"row_weight: shape {list(row_weight.shape)} must be {list(per_row)} or {list(per_head)}")
+        raise ValueError(
+            f"row_weight: shape {list(row_weight.shape)} must be {list(per_row)} or {list(per_head)} with {name} {list(queries.shape)}"
+        )
+    if row_weight.device != queries.device:
+        raise ValueError(f"{name} is on {queries.device} and row_weight on {row_weight.device}: must be one device")
     if row_weight.is_complex():
         raise ValueError(f"row_weight: dtype {row_weight.dtype} must be real")
     weight = row_weight.float()

@@ -67,7 +67,7 @@ class Term:
 
     def weigh(self, row_weight: torch.Tensor, q: torch.Tensor) -> None:
         """Sets the weights of the rows, before they are used; `q`: the student's queries, packed."""
-        self.row_weight = expand_weight(row_weight, q, self.lengths, self.options)
+        self.row_weight = expand_weight(row_weight, q, self.lengths, self.options, "q")
 
     def know(self, lse_t: torch.Tensor, lse_s: torch.Tensor) -> None:
         """Keeps the LSEs of a forward that has computed the KL."""
@@ -391,4 +391,4 @@ def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[float | torch.
             "kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows"
         )
     weight = kl_weight.to(q.device, torch.float32).reshape(()) if is_tensor else float(kl_weight)
-    return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options)
+    return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options, "q")

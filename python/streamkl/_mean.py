@@ -33,6 +33,8 @@ def attends_everywhere(q_s, k_s, lengths, options) -> bool:
     if torch.compiler.is_compiling():
         return False  # the result should not depend on symbols for sizes
     dim = -2 if options.heads_first else -3
+    if min(q_s.dim(), k_s.dim()) < 3:
+        return False  # the checks of the operator report it
     return all(given is None for given in lengths) and q_s.shape[dim] <= k_s.shape[dim]
 
 

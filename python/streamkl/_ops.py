@@ -155,7 +155,9 @@ def rows_needed_by(op: int, q_t, q_s, w_s, options) -> int:
     """Row vectors that `op` needs for all gradients of the options."""
     heads = -3 if options.heads_first else -2
     student = ATTENTION if w_s is None else INDEXER
-    has_teacher_groups = True if q_t.shape[heads] != (q_s if w_s is None else w_s).shape[heads] else False
+    of_student = q_s if w_s is None else w_s
+    fits = min(q_t.dim(), of_student.dim()) >= 3  # else the checks of the operator report a tensor
+    has_teacher_groups = True if fits and q_t.shape[heads] != of_student.shape[heads] else False
     return lib.rows_needed(op, options.gradients, options.direction, student, has_teacher_groups)
 
 

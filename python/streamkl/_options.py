@@ -253,8 +253,8 @@ class AttentionOptions(_Loss, total=False):
         ``direction="forward"`` and a teacher without gradients.
     link_s: ``"softmax"``, or ``"linear"`` for a student with linear attention (Hedgehog, LoLCATs): S is a / sum a with
         a = <q_s, k_s>, and q_s and k_s are its feature maps. There is no scale and no softcap, lse_s is log sum a, and only
-        ``direction="forward"`` is possible. No a may be negative: its row is NaN. A key with a = 0 to which the teacher
-        attends makes the KL infinite.
+        ``direction="forward"`` is possible. No a may be negative, and not all of a row may be 0: that row is NaN. A key with
+        a = 0 to which the teacher attends makes the KL infinite.
     """
 
     softcap_s: Annotated[float, 0.0]
@@ -362,11 +362,21 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
 
 
+_LONGEST = 1 << 40  # the library's limit; far larger numbers would wrap in its integers
+
+
+def is_length(value: Any) -> bool:
+    """Negative numbers included: some options give them a meaning."""
+    return is_whole(value) and (isinstance(value, torch.SymInt) or abs(value) <= _LONGEST)
+
+
 def _is_zero_in_f32(name: str, value: Any) -> bool:
     """Half the smallest f32, 2^-149, is rounded to 0."""
     numeric: Any = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
     if not isinstance(value, numeric) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be a number")
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        raise ValueError(f"{name}={value!r}: must be finite in float32")
     return abs(value) <= 2.0**-150
 
 
@@ -381,15 +391,17 @@ def check_flags(**flags: Any) -> None:
 
 
 def _check_pair(name: str, value: Any) -> None:
-    if not (isinstance(value, (tuple, list)) and len(value) == 2 and is_whole(value[0]) and is_whole(value[1])):
-        raise ValueError(f"{name}={value!r}: must be a pair (left, right) of whole numbers, -1 for no limit")
+    if not (isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_length, value))):
+        raise ValueError(
+            f"{name}={value!r}: must be a pair (left, right) of whole numbers up to 2^40, -1 for no limit"
+        )
 
 
 def _check_pool(name: str, value: Any) -> None:
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2
-    if value is not None and not (is_pair and value[0] in POOLS[1:] and is_whole(value[1]) and value[1] > 0):
+    if value is not None and not (is_pair and value[0] in POOLS[1:] and is_length(value[1]) and value[1] > 0):
         raise ValueError(
-            f"{name}={value!r}: must be None, ('max', block) or ('sum', block), with 1 or more keys per block"
+            f"{name}={value!r}: must be None, ('max', block) or ('sum', block), with 1 to 2^40 keys per block"
         )
 
 
@@ -399,13 +411,13 @@ def _check_scale(name: str, value: Any) -> None:
 
 
 def _check_softcap(name: str, value: Any) -> None:
-    if value and _is_zero_in_f32(name, value):
+    if _is_zero_in_f32(name, value) and value != 0:
         raise ValueError(f"{name}={value!r}: must not be 0 in float32; 0: no cap")
 
 
 def _check_length(name: str, value: Any) -> None:
-    if value is not None and (not is_whole(value) or value < 0):
-        raise ValueError(f"{name}={value!r}: must be None or a whole number, at least 0")
+    if value is not None and (not is_length(value) or value < 0):
+        raise ValueError(f"{name}={value!r}: must be None or a whole number, at least 0 and at most 2^40")
 
 
 def check_choice(name: str, value: Any, choices: tuple) -> None:
@@ -446,13 +458,20 @@ class Lengths(NamedTuple):
     key_end: torch.Tensor | None = None
 
 
+def _as_float(value: Any) -> Any:
+    """A whole number of any size; a compiler's symbols stay."""
+    return float(value) if isinstance(value, int) else value
+
+
 # Options whose values reach the operators in another form; the others are fields of Problem by the same name and value.
 _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "window_size": lambda window: dict(window_left=window[0], window_right=window[1]),
-    "softmax_scale_t": lambda scale: dict(scale_t=scale),
-    "softmax_scale_s": lambda scale: dict(scale_s=scale),
-    "softmax_scale": lambda scale: dict(scale_s=scale),
-    "softcap": lambda softcap: dict(softcap_s=softcap),
+    "softmax_scale_t": lambda scale: dict(scale_t=_as_float(scale)),
+    "softmax_scale_s": lambda scale: dict(scale_s=_as_float(scale)),
+    "softmax_scale": lambda scale: dict(scale_s=_as_float(scale)),
+    "softcap_t": lambda softcap: dict(softcap_t=_as_float(softcap)),
+    "softcap_s": lambda softcap: dict(softcap_s=_as_float(softcap)),
+    "softcap": lambda softcap: dict(softcap_s=_as_float(softcap)),
     "direction": lambda direction: dict(direction=KL_REVERSE if direction == "reverse" else KL_FORWARD),
     "layout": lambda layout: dict(heads_first=layout == "bhnd"),
     "relu": lambda relu: dict(index_linear=not relu),
@@ -470,7 +489,7 @@ def translate(declared: Any, gradients: int, options: dict[str, Any]) -> tuple[L
     """Length arrays and options as the operators take them. Checks the rules that the library cannot check."""
     lengths = _NO_LENGTHS
     if not _LENGTH_NAMES.isdisjoint(options):
-        lengths = Lengths(*[_as_int32(name, options.get(name)) for name in Lengths._fields])
+        lengths = Lengths(*[as_int32(name, options.get(name)) for name in Lengths._fields])
         options = {name: value for name, value in options.items() if name not in _LENGTH_NAMES}
     for name, check in ("window_size", _check_pair), ("pool", _check_pool):
         if name in options:  # checked before the cache, which does not compare types inside a tuple
@@ -503,13 +522,14 @@ _NO_LENGTHS, _LENGTH_NAMES = Lengths(), frozenset(Lengths._fields)
 _INT32 = torch.iinfo(torch.int32)
 
 
-def _as_int32(name: str, lengths: torch.Tensor | None) -> torch.Tensor | None:
+def as_int32(name: str, lengths: torch.Tensor | None) -> torch.Tensor | None:
     if lengths is None:
         return None
     is_tensor = isinstance(lengths, torch.Tensor)
     if not is_tensor or lengths.dtype not in (torch.int32, torch.int64):
         given = f"dtype {lengths.dtype}" if is_tensor else type(lengths).__name__
         raise ValueError(f"{name}: {given} must be {'' if is_tensor else 'a tensor of '}torch.int32 or torch.int64")
+    check_strided(name, lengths)
     return to_int32(name, lengths).contiguous()
 
 
@@ -531,6 +551,13 @@ def to_int32(name: str, values: torch.Tensor) -> torch.Tensor:
 
 # ---- Tensors -----------------------------------------------------------------------------------------------------------------
 
+
+def check_strided(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        given = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{name}: {given} must be a dense tensor, torch.strided")
+
+
 are_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
@@ -546,6 +573,8 @@ def check_tensors(function: str, *, optional: dict[str, Any], **tensors: Any) ->
             raise ValueError(
                 f"{name}: {type(given).__name__} must be a torch.Tensor, such as torch.as_tensor({name})"
             )
+        if given is not None:
+            check_strided(name, given)
     if are_transforms_active() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors.values())):
         case = "torch.func transforms (jvp, grad, vmap, hessian)"
     elif forward_ad._current_level >= 0 and any(

@@ -163,7 +163,7 @@ def indexer_kl(
     if indices is not None:
         indices = to_int32("indices", indices)
     if weight is not None:
-        weight = expand_weight(weight, w_s, lengths, options)
+        weight = expand_weight(weight, w_s, lengths, options, "w_s")
 
     tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
     operators, groups = Operators, None

@@ -5,13 +5,26 @@ docs/guide/objectives.md lists the published objectives with the call that compu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from ._attention_kl import attention_kl
+from ._attention_kl import attention_kl, weight_of_rows
 from ._mean import divided, weighted
-from ._options import AttentionOptions, IndexerOptions, Layout, check_tensors, defaults_of
+from ._options import (
+    RULES,
+    AttentionOptions,
+    IndexerOptions,
+    Layout,
+    Reduction,
+    as_int32,
+    check_choice,
+    check_tensors,
+    defaults_of,
+    is_whole,
+)
 from .indexer import indexer_kl
 
 if TYPE_CHECKING:
@@ -85,8 +98,9 @@ class IndexerKLLoss(_Loss):
 
 
 _OF_TEACHERS = frozenset(
-    ("direction", "sink_t", "sink_s", "lse_t", "lse_s", "check_lse", "parallel", "softmax_scale_t", "softcap_t")
-)
+    ("direction", "sink_t", "sink_s", "lse_t", "lse_s", "check_lse", "parallel", "softmax_scale_t", "softcap_t",
+     "pool", "pool_heads", "pool_blocks")
+)  # fmt: skip
 
 
 def entropy(q: torch.Tensor, k: torch.Tensor, **options: Unpack[AttentionOptions]) -> torch.Tensor:
@@ -109,20 +123,37 @@ def entropy(q: torch.Tensor, k: torch.Tensor, **options: Unpack[AttentionOptions
     """
     for name in sorted(_OF_TEACHERS & options.keys()):
         raise ValueError(f"{name}: entropy() has no teacher; leave it out")
-    check_tensors("entropy", q=q, k=k, optional={})
-    reduction, row_weight = options.get("reduction", "mean"), options.get("row_weight")
+    if options.get("link_s", "softmax") != "softmax":
+        raise ValueError(f"link_s={options['link_s']!r}: must be 'softmax' for entropy()")
+    row_weight = options.get("row_weight")
+    check_choice("reduction", options.get("reduction", "mean"), get_args(Reduction))
+    check_tensors("entropy", q=q, k=k, optional=dict(row_weight=row_weight))
+    reduction = options.get("reduction", "mean")
     asked: AttentionOptions = {**options, "direction": "reverse", "reduction": "none", "row_weight": None}
     uniform_q, uniform_k = (torch.zeros_like(tensor, requires_grad=False) for tensor in (q, k))
-    kl, log_n, _ = attention_kl(uniform_q, uniform_k, q, k, return_lse=True, **asked)
+    try:
+        kl, log_n, _ = attention_kl(uniform_q, uniform_k, q, k, return_lse=True, **asked)
+    except ValueError as error:  # about either of the two attentions, which have the same shapes
+        raise ValueError(re.sub(r"\b([qk])_[ts]\b", r"\1", str(error))) from None
     attends = ~log_n.isinf()
     rows = torch.where(attends, log_n, 0.0) - kl
-    if row_weight is not None and row_weight.dim() < rows.dim():
-        row_weight = row_weight.unsqueeze(-2)
-    weight = attends if row_weight is None else torch.where(attends, row_weight.float(), 0.0)
+    weight = (
+        attends if row_weight is None else weight_of_rows(row_weight, tuple(rows.shape), q, "q").where(attends, 0.0)
+    )
     rows = weighted(rows, weight)
     if reduction == "none":
         return rows
     return divided(rows, weight.sum() if reduction == "mean" else 1)
+
+
+def _check_fit(name: str, tensor: torch.Tensor, expected: tuple[int, ...], others: str, shares: bool = True) -> None:
+    """Raises ValueError for a [batch, heads, length, dim] that does not fit; with `shares` its heads may serve several each."""
+    heads, wanted = tensor.shape[1], expected[1]
+    fits = heads > 0 and wanted % heads == 0 if shares else heads == wanted
+    if not fits or (tensor.shape[0], *tensor.shape[2:]) != (expected[0], *expected[2:]):
+        given = "batch {}, {} heads, length {} and head size {}".format(*tensor.shape)
+        accepted = "batch {}, {} heads, length {} and head size {}".format(*expected)
+        raise ValueError(f"{name}: {given} must be {accepted}, as {others}; keys may have a divisor of the heads")
 
 
 def relation_heads(tensor: torch.Tensor, heads: int, layout: Layout = "bnhd") -> torch.Tensor:
@@ -130,10 +161,14 @@ def relation_heads(tensor: torch.Tensor, heads: int, layout: Layout = "bnhd") ->
 
     Teacher and student with other numbers of heads then have equally many. Packed tensors are accepted, too.
     """
+    check_tensors("relation_heads", tensor=tensor, optional={})
+    check_choice("layout", layout, get_args(Layout))
+    if tensor.dim() < 3:
+        raise ValueError(f"tensor: shape {list(tensor.shape)} must be [..., length, heads, dim]")
     length_first = tensor if layout == "bnhd" else tensor.transpose(-3, -2)
     width = length_first.shape[-2] * length_first.shape[-1]
-    if heads < 1 or width % heads:
-        raise ValueError(f"heads={heads}: must divide the width {width} of all heads")
+    if not is_whole(heads) or heads < 1 or width % heads:
+        raise ValueError(f"heads={heads!r}: must divide the width {width} of all heads")
     regrouped = length_first.reshape(*length_first.shape[:-2], heads, width // heads)
     return regrouped if layout == "bnhd" else regrouped.transpose(-3, -2)
 
@@ -170,28 +205,35 @@ def score_mse(
     """
     check_tensors("score_mse", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional=dict(key_lengths=key_lengths))
     tensors = dict(q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s)
+    check_choice("layout", layout, get_args(Layout))
+    for name, scale in ("softmax_scale_t", softmax_scale_t), ("softmax_scale_s", softmax_scale_s):
+        RULES[AttentionOptions][name](name, scale)
+        if scale is not None and not math.isfinite(scale):
+            raise ValueError(f"{name}={scale}: must be finite")
     for name, tensor in tensors.items():
-        if tensor.dim() != 4:
-            raise ValueError(f"{name}: shape {list(tensor.shape)} must be [batch, length, heads, dim]")
+        if tensor.dim() != 4 or not tensor.is_floating_point():
+            shape, expected = list(tensor.shape), "[batch, length, heads, dim] of floating-point numbers"
+            raise ValueError(f"{name}: {tensor.dtype} {shape} must be {expected}")
+        if tensor.device != q_t.device:
+            raise ValueError(f"{name} is on {tensor.device}: must be on {q_t.device} as q_t is")
     q_t, k_t, q_s, k_s = (each if layout == "bhnd" else each.transpose(1, 2) for each in tensors.values())
     batch, heads, len_q, dim_t = q_t.shape
     len_k, dim_s = k_t.shape[2], q_s.shape[3]
-    expected = {
-        "k_t": (batch, k_t.shape[1], len_k, dim_t), "q_s": (batch, heads, len_q, dim_s), "k_s": (batch, k_s.shape[1], len_k, dim_s),
-    }  # fmt: skip
-    for name, tensor in ("k_t", k_t), ("q_s", q_s), ("k_s", k_s):
-        if tensor.shape != expected[name] or heads % tensor.shape[1]:
-            raise ValueError(
-                f"{name}: batch, heads, length and head size {list(tensor.shape)} must fit {list(expected[name])}"
-            )
+    _check_fit("k_t", k_t, (batch, heads, len_k, dim_t), "q_t")
+    _check_fit("q_s", q_s, (batch, heads, len_q, dim_s), "q_t", shares=False)
+    _check_fit("k_s", k_s, (batch, heads, len_k, dim_s), "q_s and k_t")
+    key_lengths = as_int32("key_lengths", key_lengths)
+    if key_lengths is not None and (key_lengths.shape != (batch,) or key_lengths.device != q_t.device):
+        given = f"shape {list(key_lengths.shape)} on {key_lengths.device}"
+        raise ValueError(f"key_lengths: {given} must be [{batch}] on {q_t.device}")
     dim = max(dim_t, dim_s)
 
     def rows(tensor: torch.Tensor, scale: float) -> torch.Tensor:
         padded = torch.nn.functional.pad(tensor.double() * scale, (0, dim - tensor.shape[3]))
         return padded.repeat_interleave(heads // tensor.shape[1], dim=1)
 
-    scale_t = dim_t**-0.5 if softmax_scale_t is None else softmax_scale_t
-    scale_s = dim_s**-0.5 if softmax_scale_s is None else softmax_scale_s
+    scale_t = dim_t**-0.5 if softmax_scale_t is None else float(softmax_scale_t)
+    scale_s = dim_s**-0.5 if softmax_scale_s is None else float(softmax_scale_s)
     query_t, query_s, key_t, key_s = rows(q_t, scale_t), rows(q_s, scale_s), rows(k_t, 1), rows(k_s, 1)
     queries, keys = torch.cat([query_t - query_s, query_s], dim=3), torch.cat([key_t, key_t - key_s], dim=3)
     if key_lengths is not None:

@@ -235,7 +235,9 @@ def attention_kl(q_t, k_t, q_s, k_s, *, return_lse=False, **options):
     kl, out_t, out_s = (
         join(parts, packed, len_q, value) for parts, value in zip(zip(*rows), (0.0, -torch.inf, -torch.inf))
     )
-    loss = reduced(kl, out_s != -torch.inf, asked.row_weight, asked.reduction)
+    # A row that attends to keys has an LSE of the teacher, also if the student is linear and all its products are 0.
+    attending = (out_t != -torch.inf).unflatten(-2, (kl.shape[-2], -1)).any(-2)
+    loss = reduced(kl, attending, asked.row_weight, asked.reduction)
     return (loss, out_t.detach(), out_s.detach()) if return_lse else loss
 
 

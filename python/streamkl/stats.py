@@ -19,7 +19,7 @@ from ._attention_kl import expand_weight
 from ._call import describe_while_tracing, execute, plan_for, specs_of
 from ._checks import INPUTS, LENGTHS
 from ._ops import Operator
-from ._options import StatsOptions, check_flags, check_tensors, is_whole, to_int32, translate, with_options
+from ._options import StatsOptions, check_flags, check_tensors, is_length, is_whole, to_int32, translate, with_options
 from ._problem import Problem
 
 if TYPE_CHECKING:
@@ -244,7 +244,7 @@ def attention_stats(
             q, k = (each.to(torch.promote_types(q.dtype, k.dtype)) for each in (q, k))
         row_weight = own["row_weight"]
         if row_weight is not None:
-            row_weight = expand_weight(row_weight, q, lengths, asked)
+            row_weight = expand_weight(row_weight, q, lengths, asked, "q")
         sequences = q.shape[0] if lengths.cu_seqlens_q is None else lengths.cu_seqlens_q.numel() - 1
         made = attention_stats_op(
             q,
@@ -289,8 +289,10 @@ def _check_own(own: dict[str, Any], results: int, lse: torch.Tensor | None) -> N
         raise ValueError('want: must not contain "lse" if lse is given')
     check_flags(per_key_head=own["per_key_head"])
     bounds = own["row_range"]
-    if not (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(is_whole(each) for each in bounds)):
-        raise ValueError(f"row_range={bounds!r}: must be a pair (begin, end) of whole numbers; end 0 is the end")
+    if not (isinstance(bounds, (tuple, list)) and len(bounds) == 2 and all(map(is_length, bounds))):
+        raise ValueError(
+            f"row_range={bounds!r}: must be a pair (begin, end) of whole numbers up to 2^40; end 0 is the end"
+        )
     for name in "distance_buckets", "top_k":
         if not is_whole(own[name]) or not 1 <= own[name] <= 64:
             raise ValueError(f"{name}={own[name]!r}: must be a whole number, 1 to 64")

@@ -52,6 +52,9 @@ BAD_OPTIONS = {
     "window type": (dict(window_size=(2.0, 0)), r"window_size=\(2.0, 0\): must be a pair \(left, right\) of whole numbers"),
     "window flag": (dict(window_size=(0, True)), r"window_size=\(0, True\): must be a pair \(left, right\) of whole numbers"),
     "window tensor": (dict(window_size=(torch.tensor(2), 0)), r"window_size=\(tensor\(2\), 0\): must be a pair \(left, right"),
+    "window wrap": (dict(window_size=(2**64 + 4, 0)), r"window_size=\(18446744073709551620, 0\): must be a pair .* up to 2\^40"),
+    "length wrap": (dict(max_seqlen_k=2**64 + 4), r"max_seqlen_k=18446744073709551620: must be .* at most 2\^40"),
+    "huge scale": (dict(softmax_scale_t=2**128), r"softmax_scale_t=340282366920938463463374607431768211456: must be finite"),
     "causal": (dict(causal=1), r"causal=1: must be True or False"),
     "deterministic": (dict(deterministic="no"), r"deterministic='no': must be True or False"),
     "return_lse": (dict(return_lse=0), r"return_lse=0: must be True or False"),
@@ -98,6 +101,25 @@ def test_options(fault):
     options, message = BAD_OPTIONS[fault]
     with pytest.raises(ValueError, match=message):
         streamkl.attention_kl(*make_tensors(), **options)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(q_t=(2, 19, 3, 8), k_t=(2, 23, 1, 8)), r"q_t \[2, 19, 3, 8\] and q_s \[2, 19, 2, 5\]: 3 teacher heads must"),
+    (dict(k_s=(2, 5, 3, 5)), "q_s has 2 heads: must be a multiple of the 3 heads of k_s"),
+    (dict(row_weight=(2, 18)), r"row_weight: .* must be \[2, 19\] or \[2, 2, 19\] with q_s \[2, 19, 2, 5\]"),
+])  # fmt: skip
+def test_a_pooled_teacher_names_the_queries_of_the_student(change, message):
+    """Its student is an indexer whose weights the caller does not know."""
+    shapes = dict(q_t=(2, 19, 4, 8), k_t=(2, 23, 2, 8), q_s=(2, 19, 2, 5), k_s=(2, 5, 1, 5)) | change
+    with pytest.raises(ValueError, match=message):
+        streamkl.attention_kl(**{name: torch.ones(shape) for name, shape in shapes.items()}, pool=("max", 4))
+
+
+@pytest.mark.parametrize("name", ["relu", "indices", "lse_t_wider", "return_rows"])
+def test_a_pooled_teacher_takes_no_option_of_an_indexer(name):
+    q_t, k_t, q_s, k_s = (tensor.detach() for tensor in make_tensors())
+    with pytest.raises(TypeError, match=rf"attention_kl\(\) got an unexpected keyword argument '{name}'"):
+        streamkl.attention_kl(q_t, k_t, q_s, k_s[:, :5], pool=("max", 4), **{name: None})
 
 
 def test_row_weight_shape():

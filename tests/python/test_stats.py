@@ -211,6 +211,7 @@ BAD = {
     "top_k": (dict(top_k=65), "top_k=65: must be a whole number, 1 to 64"),
     "buckets": (dict(distance_buckets=True), "distance_buckets=True: must be a whole number, 1 to 64"),
     "rows": (dict(row_range=(0, None)), r"row_range=\(0, None\): must be a pair \(begin, end\) of whole numbers"),
+    "row wrap": (dict(row_range=(2**64 + 3, 0)), r"row_range=\(18446744073709551619, 0\): must be .* up to 2\^40"),
     "flag": (dict(per_key_head=1), "per_key_head=1: must be True or False"),
     "ranges": (dict(want=["range_sum"]), "key_ranges=None: range_mass and range_sum need it"),
     "range shape": (dict(want=["range_sum"], key_ranges=[1, 2]), r"key_ranges: shape \[2\] must be \[ranges, 2\]"),
