@@ -60,7 +60,7 @@ option(STREAMKL_CUDA "Build the CUDA backend (needs nvcc)" ${cuda_default})
 if(NOT STREAMKL_CUDA)
   return()
 endif()
-option(STREAMKL_CUDA_QUICK "Compile Hopper's kernels in an eighth of the time to slow code: only tells whether they compile" OFF)
+option(STREAMKL_CUDA_QUICK "Compile GPU kernels in an eighth of the time to slow code: only tells whether they compile" OFF)
 
 if(NOT cuda_architectures) # ON by request, and no GPU here
   set(cuda_architectures ${cuda_all})
