@@ -22,7 +22,7 @@ class AttentionKLArgs(BaseModel):
 
     attention_kl_teacher: str | None = None
     """Folder or Hub id of the teacher. Default: the base model of a student with adapters."""
-    attention_kl_weight: float = 1.0
+    attention_kl_weight: float = 0.03
     """Factor of the KL in the loss."""
     attention_kl_until: float = 1.0
     """The share of the steps with the KL."""

@@ -4,7 +4,7 @@
 
 #include "cpu/pass.h"
 
-enum { SKL_CPU_PASSES_MAX = 4 };
+enum { SKL_CPU_PASSES_MAX = 3 };
 
 typedef struct skl_cpu_passes {
     skl_cpu_pass pass[SKL_CPU_PASSES_MAX]; /* in the order in which they run */
