@@ -6,9 +6,8 @@
     bench/run.py QUESTION --dry-run             # lists the cases; needs no GPU
     bench/run.py QUESTION --help
 
-Calls of the library and of its peers alternate one by one in one process, on the same tensors, after 0.3 s of untimed
-rounds, so that they share one power state of the GPU; medians count, and ratios are those of one run. A case or a peer
-that fails is named, and the others go on; the exit status is 1 if a result of the library is wrong or missing.
+docs/benchmarks.md says what is timed and how. A case or a peer that fails is named, and the others go on; the exit
+status is 1 if a result of the library is wrong or missing.
 
 It needs PyTorch and the package streamkl: an installed one, or that of this repository. STREAMKL_LIBRARY names another
 libstreamkl.so than that of build/release or build/gpu, STREAMKL_KERNEL a kernel that `streamkl info` lists.
@@ -53,22 +52,22 @@ def current_commit():
 
 def parser_of(name, question):
     """The options of all questions, and those of one. A question may have other defaults."""
-    parser = argparse.ArgumentParser(
-        prog=f"bench/run.py {name}",
-        description=question.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default cuda")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="append the results")
-    parser.add_argument("--commit", default=current_commit(), help="the commit in the CSV; default: that of git")
-    only_help, rounds_help = "part of a case's name; may be repeated", "most samples per call; default %(default)s"
-    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=only_help)
-    parser.add_argument("--rounds", type=int, default=25, metavar="N", help=rounds_help)
-    sample_help = "time of all samples of a case; default %(default)s"
-    parser.add_argument("--sample-ms", type=float, default=300, metavar="X", help=sample_help)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs; default 0")
-    parser.add_argument("--dry-run", action="store_true", help="list the cases and measure nothing")
-    question.add_options(parser)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"bench/run.py {name}", description=question.__doc__, formatter_class=form)
+
+    def add(option, help, **how):
+        parser.add_argument(option, help=help, **how)
+
+    add("--device", "default cuda", choices=["cuda", "cpu"], default="cuda")
+    add("--csv", "append the results", type=Path, metavar="FILE")
+    add("--commit", "the commit in the CSV; default: that of git", default=current_commit())
+    add("--only", "part of a case's name; may be repeated", action="append", default=[], metavar="TEXT")
+    add("--rounds", "most samples per call; default %(default)s", type=int, default=25, metavar="N")
+    add("--sample-ms", "time of all samples of a case; default %(default)s", type=float, default=300, metavar="X")
+    add("--seed", "of the random inputs; default 0", type=int, default=0, metavar="N")
+    add("--dry-run", "list the cases and measure nothing", action="store_true")
+    if hasattr(question, "add_options"):
+        question.add_options(parser)
     return parser
 
 
@@ -106,9 +105,8 @@ def measure(question, given, cases):
     run = Run(question, given)
     for case in cases:
         run.measure(case)
-    run.finish()
-    if not run.is_right:
-        sys.exit("bench/run.py: a result is WRONG or missing: see above")
+    if run.wrong_cases:
+        sys.exit(f"bench/run.py: a result is WRONG or missing: {'; '.join(run.wrong_cases)}")
 
 
 def main(arguments=None):

@@ -44,8 +44,7 @@ class Calls:
 
     @cached_property
     def workspace(self):
-        size = max(self.plan.workspace_sizes[operation] for calls in self.calls.values() for operation, *_ in calls)
-        return torch.empty(size, dtype=torch.uint8, device=self.device)
+        return torch.empty(max(map(self.workspace_bytes, self.calls)), dtype=torch.uint8, device=self.device)
 
     def run(self, name):
         stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
@@ -56,6 +55,9 @@ class Calls:
     def timed(self, names):
         """{pass: call}"""
         return {name: lambda name=name: self.run(name) for name in names}
+
+    def workspace_bytes(self, name):
+        return max(self.plan.workspace_sizes[operation] for operation, *_ in self.calls[name])
 
     def explain(self, name):
         """The launches as skl_plan_explain names them: "STEP: KERNEL, ..." per line."""

@@ -12,18 +12,13 @@ def bytes_text(size):
         size /= 1024
 
 
-def ratio(one, other):
-    """None if one of them was not measured."""
-    return one / other if one and other else None
-
-
 def rounded(value, form):
     return "" if value is None else f"{value:{form}}"
 
 
-def times_of(timing):
-    """The columns of a Timing."""
-    return {"ms": rounded(timing.median, ".4f"), "fastest_ms": rounded(timing.fastest, ".4f")}
+def ratio(one, other, form=".3g"):
+    """The text of one / other; empty if one of them was not measured."""
+    return f"{one / other:{form}}" if one and other else ""
 
 
 def worst(errors):
@@ -43,14 +38,23 @@ def errors_text(errors):
     return "relative errors: " + ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
 
 
-def tflops(flops, ms):
-    return rounded(flops / ms * 1e-9 if ms else None, ".1f")
+def too_large(errors, limits):
+    """One text per error above its limit; NaN is."""
+    return [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= limits[name]]
+
+
+def case_columns(case, columns):
+    """The columns that are attributes of a case, which may also stand under its name."""
+    texts = {tuple: lambda value: "+".join(map(str, value)), bool: int}
+    values = {column: getattr(case, column) for column in columns if hasattr(case, column)}
+    values = {column: texts.get(type(value), lambda same: same)(value) for column, value in values.items()}
+    return {"case": case.name, "shape": case.name} | values
 
 
 # ---- The table -----------------------------------------------------------------------------------------------------
 
 
-NAMES = "method kernel pass variant rank call note".split()  # columns of text
+NAMES = "method kernel pass note".split()  # columns of text
 
 
 def cell(column, value):
@@ -84,16 +88,10 @@ def check_csv(path, columns):
 
 
 def append_csv(path, rows, about, columns):
-    """`about` has the columns that are the same in all rows of a run."""
+    """`about` has the columns that are the same in all rows of a run. Other keys of a row are left out."""
     is_new = not path.exists() or not path.stat().st_size
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n", extrasaction="ignore")
         if is_new:
             writer.writeheader()
         writer.writerows({"date": date.today().isoformat(), **about, **row} for row in rows)
-
-
-def read_csv(path, columns):
-    check_csv(path, columns)
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))

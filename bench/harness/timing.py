@@ -33,11 +33,6 @@ class Timing:
         return min(self.samples, default=None)
 
 
-def failures(timings):
-    """One text per call that was not measured."""
-    return [f"{name} failed: {timing.refusal}" for name, timing in timings.items() if timing.refusal]
-
-
 class Prepared:
     """A call with an untimed preparation before every sample: prepare() returns the function to time."""
 
@@ -95,21 +90,16 @@ def run_once(call, device):
     return result, timing
 
 
-def first_timing(call, device):
-    """One call to compile and tune, a second one to estimate the time and to record the memory."""
+def first_run(call, device):
+    """(result, Timing): one call to compile and tune, a second one to estimate the time and to record the memory."""
     refusal = ""
     try:
         ready(call)()
-        return run_once(call, device)[1]
-    except Exception as error:  # from the library, a driver, out of memory, ...: the other calls go on
+        return run_once(call, device)
+    except Exception as error:  # from the library, a compiler, a driver, out of memory, ...: the other calls go on
         refusal = refusal_of(error)
     release_memory()  # after the except block, whose traceback keeps tensors alive
-    return Timing(refusal=refusal)
-
-
-def run_repeatedly(run, count):
-    for _ in range(count):
-        run()
+    return None, Timing(refusal=refusal)
 
 
 def repeats_of(ms, device):
@@ -125,25 +115,25 @@ def time_alternately(calls, device, rounds, sample_ms, shuffle=False):
     run ahead of the GPU and their time is hidden, if the calls of a round take longer than their launches.
     """
     device = torch.device(device)
-    timings = {name: first_timing(call, device) for name, call in calls.items()}
+    timings = {name: first_run(call, device)[1] for name, call in calls.items()}
     brief = [name for name, timing in timings.items() if timing.samples and timing.samples[0] <= SLOW_MS]
     repeats = {name: repeats_of(timings[name].samples[0], device) for name in brief}
     round_ms = sum(timings[name].samples[0] * repeats[name] for name in brief)
-    if not brief or rounds == 0:
+    if not brief:
         return timings
     timed = max(LEAST_ROUNDS, min(rounds, math.ceil(sample_ms / round_ms)))
-    for _ in range(math.ceil((WARM_UP_MS if device.type == "cuda" else 0) / round_ms)):
-        for name in brief:
-            run_repeatedly(ready(calls[name]), repeats[name])
+    untimed = math.ceil((WARM_UP_MS if device.type == "cuda" else 0) / round_ms)
     points, randomness = {name: [] for name in brief}, random.Random(0)
-    for _ in range(timed):
+    for number in range(untimed + timed):
         if shuffle:
             randomness.shuffle(brief)
         for name in brief:
             run = ready(calls[name])
             begin = now(device)
-            run_repeatedly(run, repeats[name])
-            points[name].append((begin, now(device)))
+            for _ in range(repeats[name]):
+                run()
+            if number >= untimed:
+                points[name].append((begin, now(device)))
             del run  # with what it prepared
     synchronize(device)
     for name in brief:

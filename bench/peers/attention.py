@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from harness.library import BACKWARD, FORWARD
-from harness.method import Method
+from harness.run import Method
 from harness.timing import Prepared
 
 PYTORCH = f"PyTorch {torch.__version__}"
@@ -44,7 +44,7 @@ def with_autograd(name, version, shape, forward, leaves, weight=None):
 
     calls = {FORWARD: forward_alone, BACKWARD: Prepared(prepare_backward)}
     flops = flops_of(shape, ATTENTION_PRODUCTS if weight is None else KL_PRODUCTS)
-    return Method(name, version, calls, flops, step)
+    return Method(name, calls, version, flops, step)
 
 
 # ---- Attention alone -----------------------------------------------------------------------------------------------
@@ -125,7 +125,8 @@ def flex_attend(visible, length, device, score_mod=None):
 
     has_aux, options = hasattr(flex, "AuxRequest"), dict(score_mod=score_mod)
     if visible is not None:
-        create = flex.create_block_mask if length <= 32768 else compiled(flex.create_block_mask)  # eager: length^2 bytes
+        # Eager code takes length^2 bytes.
+        create = flex.create_block_mask if length <= 32768 else compiled(flex.create_block_mask)
         options["block_mask"] = create(visible, None, None, length, length, device=device)
 
     @compiled

@@ -1,27 +1,20 @@
-"""Times streamkl.attention as a training step calls it, compared with the attention alone.
+"""Times streamkl.attention as a training step calls it, compared with the attention alone: forward and backward.
 
-    bench/run.py call                                # all cases: less than a minute
-    bench/run.py call --csv bench/results/call.csv   # appends the results
-
-    attention         scaled_dot_product_attention by cuDNN, forward and backward
+    attention         scaled_dot_product_attention by cuDNN
     gradient          streamkl.attention with kl_value=False and the teacher's LSE: the gradient of the KL alone
     value             streamkl.attention with the teacher's LSE
     value, no LSE     the same, which computes that LSE
     apart             scaled_dot_product_attention by cuDNN and streamkl.attention_kl
 
-A time is that of forward and backward, from Python. A student with fewer heads than the teacher learns the mean of
-a group. Extra memory is the peak of a call in addition to its inputs. On a GPU, a gradient or a value that takes longer than
-`apart` is an error: the call chooses the faster way. Its median and its fastest time must both be longer: the median of a
-short call is that of Python, which varies.
+On a GPU, a gradient or a value that takes longer than `apart` is an error: the call chooses the faster way. Its median
+and its fastest time must both be longer: the median of a short call is that of Python, which varies.
 """
 
 import torch
 
 import streamkl
 from harness.attention import Shape, random_tensors
-from harness.report import rounded, times_of
-from harness.run import Result
-from harness.timing import failures
+from harness.run import methods_of
 from peers.attention import leaves_of, sdpa
 
 BACKENDS = {"cuda": "CUDNN_ATTENTION", "cpu": "FLASH_ATTENTION"}
@@ -29,12 +22,11 @@ ALONE, GRADIENT, VALUE, NO_LSE, APART = "attention", "gradient", "value", "value
 COLUMNS = (
     "date gpu torch commit case length mask heads_t heads_s key_heads_s dim dtype method ms fastest_ms added extra_bytes note"
 ).split()
-SHOWN = "method ms fastest_ms added extra_bytes".split()
 
 
 def case(name, heads_t=16, heads_s=16, key_heads=16, dim=128, **others):
     teacher_keys = key_heads * heads_t // heads_s
-    return Shape(name, heads_t, teacher_keys, dim, heads_s, key_heads, dim, dtype_t="bf16", dtype_s="bf16", **others)
+    return Shape(name, heads_t, teacher_keys, dim, heads_s, key_heads, dim, **others)
 
 
 CASES = [
@@ -51,19 +43,8 @@ CASES = [
 ]
 
 
-def add_options(parser):
-    pass
-
-
 def cases(given):
     return CASES
-
-
-def columns_of(shape):
-    return {
-        "case": shape.name, "length": shape.length, "mask": shape.mask, "heads_t": shape.heads_t, "heads_s": shape.heads_s,
-        "key_heads_s": shape.key_heads_s, "dim": shape.dim_s, "dtype": shape.dtype_s,
-    }  # fmt: skip
 
 
 def calls_of(shape, device):
@@ -98,23 +79,21 @@ def calls_of(shape, device):
 
 
 def measure(shape, run):
-    timings = run.time(calls_of(shape, run.device))
-    alone = timings[ALONE].median
-    rows = [
-        columns_of(shape)
-        | {"method": method, "added": rounded(timing.median and 100 * (timing.median / alone - 1), "+.0f")}
-        | times_of(timing)
-        | {"extra_bytes": timing.extra_bytes}
-        for method, timing in timings.items()
-    ]
-    return Result(rows, wrong=failures(timings) + (slower_ways(timings) if run.device.type == "cuda" else []))
+    methods = methods_of(calls_of(shape, run.device))
+
+    def added(method, name):
+        alone = methods[0].ms(name)
+        return {"added": f"{100 * (method.ms(name) / alone - 1):+.0f}" if alone else ""}
+
+    result = run.time(methods, added)
+    if run.device.type == "cuda":
+        result.wrong += slower_ways({method.name: method.timings[""] for method in methods if method.timings})
+    return result
 
 
 def slower_ways(timings):
     """One text per way that takes longer than the attention and its KL apart, by its median and by its fastest time."""
-    apart = timings[APART]
-    if not apart.samples:
-        return []
-    measured = {method: timings[method] for method in (GRADIENT, VALUE) if timings[method].samples}
-    slower = [method for method, way in measured.items() if way.median > apart.median and way.fastest > apart.fastest]
-    return [f"{method} takes longer than apart" for method in slower]
+    apart = timings.get(APART)
+    ways = {name: timings[name] for name in (GRADIENT, VALUE) if apart and name in timings}
+    slower = [name for name, way in ways.items() if way.median > apart.median and way.fastest > apart.fastest]
+    return [f"{name} takes longer than apart" for name in slower]

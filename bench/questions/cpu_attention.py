@@ -13,40 +13,22 @@ StreamKL takes less time.
 """
 
 import os
-from dataclasses import dataclass
 
 import torch
 
 import streamkl
+from harness.attention import Shape, random_tensors
 from harness.library import DTYPES, FORWARD, ONE_PASS
-from harness.report import ratio, rounded, times_of
-from harness.run import Result
-from harness.timing import Prepared, failures
+from harness.report import ratio
+from harness.run import methods_of
+from harness.timing import Prepared
+from peers.attention import leaves_of
 
 from .peers import numbers
 
 STEP = "step"
 SDPA = {FORWARD: "sdpa forward", STEP: "sdpa step", ONE_PASS: "sdpa step"}  # {our call: PyTorch's}
-CASE_COLUMNS = "threads dtype heads length dim mask".split()
-COLUMNS = ["date", "device", "torch", "commit", *CASE_COLUMNS, *"call ms fastest_ms sdpa_ratio note".split()]
-SHOWN = "call ms fastest_ms sdpa_ratio".split()
-
-
-@dataclass(frozen=True)
-class Case:
-    threads: int
-    dtype: str
-    heads: int
-    length: int
-    dim: int
-    mask: str
-
-    def __str__(self):
-        return f"{self.threads} threads, {self.heads} heads, {self.dtype}"
-
-    @property
-    def name(self):
-        return f"{self.mask}, d={self.dim}, N={self.length}"
+COLUMNS = "date gpu torch commit threads dtype heads length dim mask method ms fastest_ms sdpa_ratio note".split()
 
 
 def add_options(parser):
@@ -60,11 +42,12 @@ def add_options(parser):
 
 def cases(given):
     sizes = [(length, dim, mask) for length in given.lengths for dim in given.dims for mask in ("causal", "full")]
-    return [Case(given.threads, given.dtype, given.heads, *size) for size in sizes]
+    return [case(*size, given.heads, given.dtype) for size in sizes]
 
 
-def columns_of(case):
-    return {name: getattr(case, name) for name in CASE_COLUMNS}
+def case(length, dim, mask, heads, dtype):
+    name, sides, types = f"{mask}, d={dim}, N={length}", (heads, heads, dim) * 2, dict(dtype_t=dtype, dtype_s=dtype)
+    return Shape(name, *sides, length=length, causal=mask == "causal", **types)
 
 
 def after_an_untimed_one(call):
@@ -75,44 +58,39 @@ def after_an_untimed_one(call):
     return Prepared(prepare)
 
 
-def calls_of(case):
+def calls_of(shape):
     """{name: call}"""
-    shape, causal = (1, case.heads, case.length, case.dim), case.mask == "causal"
-
-    def tensors(count, gradients):
-        return [torch.randn(shape).to(DTYPES[case.dtype][1]).requires_grad_(gradients) for _ in range(count)]
-
-    teacher, student, attended, (upstream,) = tensors(2, False), tensors(2, True), tensors(3, True), tensors(1, False)
+    tensors = random_tensors(shape, torch.device("cpu"))
+    teacher = tensors["q_t"], tensors["k_t"]
+    student = leaves_of(tensors["q_s"], tensors["k_s"])
+    upstream, *attended = (torch.randn_like(teacher[0]) for _ in range(4))
+    attended = leaves_of(*attended)
 
     def kl(**options):
-        return streamkl.attention_kl(*teacher, *student, causal=causal, layout="bhnd", **options)
+        return streamkl.attention_kl(*teacher, *student, causal=shape.causal, layout="bhnd", **options)
 
     def sdpa():
-        return torch.nn.functional.scaled_dot_product_attention(*attended, is_causal=causal)
-
-    def step(loss, leaves, gradient=None):
-        for leaf in leaves:
-            leaf.grad = None
-        loss.backward(gradient)
+        return torch.nn.functional.scaled_dot_product_attention(*attended, is_causal=shape.causal)
 
     with torch.no_grad():
         _, lse_t, lse_s = kl(return_lse=True)
     return {
         SDPA[FORWARD]: torch.no_grad()(sdpa),
         FORWARD: torch.no_grad()(kl),
-        SDPA[STEP]: lambda: step(sdpa(), attended, upstream),
-        STEP: lambda: step(kl(), student),
-        ONE_PASS: lambda: step(kl(lse_t=lse_t, lse_s=lse_s), student),
+        SDPA[STEP]: lambda: torch.autograd.grad(sdpa(), attended, upstream),
+        STEP: lambda: torch.autograd.grad(kl(), student),
+        ONE_PASS: lambda: torch.autograd.grad(kl(lse_t=lse_t, lse_s=lse_s), student),
     }
 
 
-def measure(case, run):
-    os.environ["STREAMKL_THREADS"] = str(case.threads)
-    torch.set_num_threads(case.threads)
-    timings = run.time({name: after_an_untimed_one(call) for name, call in calls_of(case).items()})
-    rows = []
-    for name, timing in timings.items():
-        other = timings[SDPA[name]].median if name in SDPA else None
-        row = {"call": name, **times_of(timing), "sdpa_ratio": rounded(ratio(timing.median, other), ".2f")}
-        rows.append(columns_of(case) | row)
-    return Result(rows, wrong=failures(timings))
+def measure(shape, run):
+    os.environ["STREAMKL_THREADS"] = str(run.given.threads)
+    torch.set_num_threads(run.given.threads)
+    methods = methods_of({name: after_an_untimed_one(call) for name, call in calls_of(shape).items()})
+    by_name = {method.name: method for method in methods}
+
+    def compared(method, name):
+        other = by_name.get(SDPA.get(method.name))
+        return {"threads": run.given.threads, "sdpa_ratio": ratio(method.ms(name), other and other.ms(name), ".2f")}
+
+    return run.time(methods, compared)

@@ -3,9 +3,7 @@
     bench/run.py indexer                                  # 8192 tokens, 64 teacher heads of 128, 32 index heads of 128
     bench/run.py indexer --length 131072 --no-naive       # the naive code would run out of memory
     bench/run.py indexer --top-k 2048                     # sparse
-    bench/run.py indexer --key-heads 1 --dim 576          # latent attention
-    bench/run.py indexer --csv bench/results/indexer.csv  # appends the results
-    bench/run.py indexer --top-k 2048 --key-heads 1 --dim 576 --tilelang DIR   # compared with TileLang's example
+    bench/run.py indexer --top-k 2048 --key-heads 1 --dim 576 --tilelang DIR   # latent attention, and TileLang's example
 
     streamkl       the C library, with the teacher's LSE as its attention has returned it
     no LSE given   the same, which computes that LSE first
@@ -14,10 +12,6 @@
                    of each row, for as many rows at once as 4 GiB of teacher keys allow
     tilelang       the kernels of TileLang's examples/dsa_sparse_finetune in DIR: the target and the gradients, without a
                    KL, with the softmax of the index logits given
-    cudnn          scaled_dot_product_attention by cuDNN, 16 heads of 128, N = 8192: the rate that this GPU reaches
-
-TFLOP/s count the work that the loss requires for visible pairs: 2 dim per teacher head, 2 dim per index head, and for the
-gradients the latter again for dq and for dk. Recomputation does not count.
 
 Loss and all gradients of a problem of 1000 tokens, and 16 rows of the large one, are compared with float64. The naive code,
 run in float64, must agree to the last digits.
@@ -25,32 +19,26 @@ run in float64, must agree to the last digits.
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from harness.attention import WRONG, Shape, random_tensors, relative_error
+from harness.attention import WRONG, WRONG_16_BITS, relative_error
 from harness.library import DTYPES, FORWARD, STEP, Calls, address, addresses, lib
-from harness.method import PEER_WRONG, Method, make_peer, refusing, time_methods
-from harness.report import bytes_text, errors_text, ratio, rounded
-from harness.run import Result
+from harness.report import bytes_text, errors_text, ratio, too_large
+from harness.run import Method, make_peer
 from harness.timing import release_memory
-from peers.attention import cudnn_version, sdpa
+from peers.attention import PYTORCH
 from peers.tilelang_dsa import ENTRY, TILELANG, tilelang_step
 from streamkl import reference
 from streamkl._problem import DK_S, DQ_S, DW_S, INDEXER
 
-CASE_COLUMNS = "length heads key_heads dim index_heads index_dim top_k mask".split()
-COLUMNS = [
-    *"date gpu torch commit method kernel pass".split(), *CASE_COLUMNS,
-    *"ms fastest_ms tflops of_cudnn_causal of_cudnn_full naive_ratio extra_bytes kl_error dq_error dk_error dw_error note".split(),
-]  # fmt: skip
-SHOWN = (
-    "method kernel pass ms fastest_ms tflops of_cudnn_causal of_cudnn_full naive_ratio extra_bytes kl_error dq_error dw_error note"
+COLUMNS = (
+    "date gpu torch commit method kernel pass length heads key_heads dim index_heads index_dim top_k mask ms fastest_ms tflops"
+    " naive_ratio extra_bytes kl_error dq_error dk_error dw_error note"
 ).split()
-STREAMKL, NAIVE, CUDNN = "streamkl", "naive", "cudnn"
+STREAMKL, NO_LSE, NAIVE = "streamkl", "no LSE given", "naive"
 SMALL = 1000  # queries and keys of the problem that is checked completely
-# The naive code must compute the same: approximately in bf16, to the last digits in float64.
-LIMITS = {"naive": dict.fromkeys(WRONG, PEER_WRONG), "naive, f64": dict.fromkeys(WRONG, 1e-12)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +54,7 @@ class IndexerCase:
     top_k: int  # 0: all keys that the mask leaves, not sparse
     causal: bool
 
-    problem = {}  # fields of the problem besides shapes and masks
+    problem: ClassVar[dict] = {}  # fields of the problem besides shapes and masks: a pooled teacher
     pooling = reference.Pooling()
 
     def __str__(self):
@@ -84,6 +72,11 @@ class IndexerCase:
         return "causal" if self.causal else "full"
 
     @property
+    def keys_s(self):
+        """Keys of the student."""
+        return self.length
+
+    @property
     def pairs(self):
         """Visible query-key pairs."""
         n, k = self.length, min(self.top_k or self.length, self.length)
@@ -94,101 +87,103 @@ class IndexerCase:
         products = 1 if operation == FORWARD else 3
         return 2 * self.pairs * (self.heads * self.dim + products * self.index_heads * self.index_dim)
 
+    def indices(self, device, block=1024):
+        """top_k distinct visible keys per row, in no order; -1 where there are fewer."""
+        blocks, keys = [], torch.arange(self.length, device=device)
+        for begin in range(0, self.length, block):
+            rows = torch.arange(begin, min(begin + block, self.length), device=device)
+            scores = torch.rand((len(rows), self.length), device=device)
+            if self.causal:
+                scores.masked_fill_(keys > rows[:, None], -1.0)
+            found = scores.topk(min(self.top_k, self.length), sorted=False)
+            blocks.append(found.indices.masked_fill(found.values < 0, -1).int())
+        return torch.cat(blocks)
+
 
 def add_options(parser):
-    parser.add_argument("--length", type=int, default=8192, metavar="N", help="queries and keys; default 8192")
-    parser.add_argument("--heads", type=int, default=64, metavar="N", help="teacher heads; default 64")
-    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="teacher key heads; default: the same")
-    parser.add_argument("--dim", type=int, default=128, metavar="N", help="size of a teacher head; default 128")
-    parser.add_argument("--index-heads", type=int, default=32, metavar="N", help="index heads; default 32")
-    parser.add_argument("--index-dim", type=int, default=128, metavar="N", help="size of an index head; default 128")
-    parser.add_argument("--top-k", type=int, default=0, metavar="N", help="sparse: keys per row; default 0: all")
+    def add(option, default, help):
+        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help}; default {default}")
+
+    add("--length", 8192, "queries and keys")
+    add("--heads", 64, "teacher heads")
+    add("--key-heads", 0, "teacher key heads, 0: one per head")
+    add("--dim", 128, "size of a teacher head")
+    add("--index-heads", 32, "index heads")
+    add("--index-dim", 128, "size of an index head")
+    add("--top-k", 0, "sparse: keys per row, 0: all")
     parser.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
     parser.add_argument("--tilelang", type=Path, metavar="DIR", help=f"also time TileLang's example: DIR has {ENTRY}")
     parser.add_argument("--no-naive", action="store_true", help="leave the naive code out")
     parser.set_defaults(sample_ms=600)
 
 
+def check_least(given, least, names):
+    """Raises ValueError for an option with a value below `least`."""
+    for name in names.split():
+        if getattr(given, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be at least {least}")
+
+
 def cases(given):
-    for name in "length heads dim index_heads index_dim".split():
-        if getattr(given, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be at least 1")
-    if given.top_k < 0:
-        raise ValueError(f"--top-k={given.top_k}: must be at least 0")
+    check_least(given, 1, "length heads dim index_heads index_dim")
+    check_least(given, 0, "top_k")
     if given.key_heads < 0 or given.heads % (given.key_heads or 1):
         raise ValueError(f"--key-heads={given.key_heads}: must divide --heads={given.heads}")
     if given.tilelang and not (given.tilelang / ENTRY).is_file():
-        raise ValueError(f"--tilelang={given.tilelang}: must be TileLang's examples/dsa_sparse_finetune, with {ENTRY}")
+        accepted = f"TileLang's examples/dsa_sparse_finetune, with {ENTRY}"
+        raise ValueError(f"--tilelang={given.tilelang}: must be {accepted}")
     teacher, indexer = (given.heads, given.key_heads or given.heads, given.dim), (given.index_heads, given.index_dim)
     return [IndexerCase(given.length, *teacher, *indexer, given.top_k, given.causal)]
 
 
-def columns_of(case):
-    return {name: getattr(case, name) for name in CASE_COLUMNS}
-
-
-# ---- Tensors -------------------------------------------------------------------------------------------------------
+# ---- Ours ----------------------------------------------------------------------------------------------------------
 
 
 def make_tensors(case, device):
     """{name: tensor}: bf16 [1, heads, length, dim]; w_s f32 [1, 1, length, index heads]; indices [1, 1, length, top_k]."""
 
-    def normal(heads, dim, dtype=torch.bfloat16):
-        return torch.randn((1, heads, case.length, dim), device=device, dtype=dtype)
+    def normal(heads, length, dim, dtype=torch.bfloat16):
+        return torch.randn((1, heads, length, dim), device=device, dtype=dtype)
 
     tensors = dict(
-        q_t=normal(case.heads, case.dim), k_t=normal(case.key_heads, case.dim),
-        q_s=normal(case.index_heads, case.index_dim), k_s=normal(1, case.index_dim),
-        w_s=normal(1, case.index_heads, torch.float32),
+        q_t=normal(case.heads, case.length, case.dim), k_t=normal(case.key_heads, case.length, case.dim),
+        q_s=normal(case.index_heads, case.length, case.index_dim), k_s=normal(1, case.keys_s, case.index_dim),
+        w_s=normal(1, case.length, case.index_heads, torch.float32),
     )  # fmt: skip
-    return tensors | ({"indices": random_indices(case, device)} if case.top_k else {})
-
-
-def random_indices(case, device, block=1024):
-    """top_k distinct visible keys per row, in no order; -1 where there are fewer."""
-    blocks, keys = [], torch.arange(case.length, device=device)
-    for begin in range(0, case.length, block):
-        rows = torch.arange(begin, min(begin + block, case.length), device=device)
-        scores = torch.rand((len(rows), case.length), device=device)
-        if case.causal:
-            scores.masked_fill_(keys > rows[:, None], -1.0)
-        found = scores.topk(min(case.top_k, case.length), sorted=False)
-        blocks.append(found.indices.masked_fill(found.values < 0, -1).int())
-    return torch.cat(blocks)[None, None].contiguous()
-
-
-# ---- Ours ----------------------------------------------------------------------------------------------------------
+    return tensors | ({"indices": case.indices(device)[None, None].contiguous()} if case.top_k else {})
 
 
 class IndexerCalls(Calls):
     """The forward and the cheapest step, with the teacher's LSE given or computed, and their results."""
 
     def __init__(self, tensors, case, lse_t=None):
-        q_s, k_s, w_s, device = tensors["q_s"], tensors["k_s"], tensors["w_s"], tensors["q_s"].device
+        q_s, k_s, w_s = tensors["q_s"], tensors["k_s"], tensors["w_s"]
         bf16, f32 = DTYPES["bf16"][0], DTYPES["f32"][0]
         super().__init__(
-            device, dtype_t=bf16, dtype_s=bf16, dtype_w=f32, gradients=DQ_S | DK_S | DW_S,
+            q_s.device, dtype_t=bf16, dtype_s=bf16, dtype_w=f32, gradients=DQ_S | DK_S | DW_S,
             causal=case.causal, batch=1, len_q=case.length, len_k=case.length, heads_t=case.heads, heads_s=1,
             key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=INDEXER,
             index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0, **case.problem,
         )  # fmt: skip
-        self.tensors = tensors  # kept: the structs hold only addresses
+        self.tensors, self.given_lse_t = tensors, lse_t  # kept: the structs hold only addresses
 
         def rows(heads):
             return q_s.new_empty((1, heads, case.length), dtype=torch.float32)
 
-        self.kl, self.lse_s = rows(1), rows(1)
-        self.lse_t = rows(case.heads) if lse_t is None else lse_t
+        self.kl, self.lse_s, self.mass, self.pools = rows(1), rows(1), rows(1), bool(case.problem)
+        self.lse_t = rows(case.heads) if lse_t is None or self.pools else lse_t
         self.dq, self.dk, self.dw = torch.empty_like(q_s), torch.empty_like(k_s), torch.empty_like(w_s)
         given, lses = addresses(tensors), addresses(dict(lse_t=self.lse_t, lse_s=self.lse_s))
-        known = {} if lse_t is None else {"lse_t": lses["lse_t"]}
+        known = {} if lse_t is None else {"lse_t": address(lse_t)}
+        written = {name: row for name, row in lses.items() if name not in known}
+        if self.pools:  # it normalizes the target: a step takes its LSEs, whether the teacher's are given or not
+            written = lses | {"mass": address(self.mass)}
         inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=address(self.kl))
-        unknown = lib.pack_rows(**{name: row for name, row in lses.items() if name not in known})
         gradients = lib.pack_gradients(dq_s=address(self.dq), dk_s=address(self.dk), dw_s=address(self.dw))
         self.calls = {
             FORWARD: [(lib.FORWARD, inputs, kl)],
             STEP: [
-                (lib.FORWARD, inputs, unknown),
+                (lib.FORWARD, inputs, lib.pack_rows(**written)),
                 (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients),
             ],
         }
@@ -196,27 +191,31 @@ class IndexerCalls(Calls):
     def results(self):
         return {"kl": self.kl[0, 0], "dq": self.dq, "dk": self.dk, "dw": self.dw}
 
+    def teacher_lse(self):
+        """The teacher's own LSEs, after a step without them. Rows without blocks have none."""
+        return torch.where(self.mass > 0, self.lse_t - self.mass.log(), 0.0) if self.pools else self.lse_t.clone()
+
 
 def flops_of(case):
     return {name: case.flops(name) for name in (FORWARD, STEP)}
 
 
-def ours(tensors, case):
-    """Two methods: with the LSE that the teacher's attention returns, and without it."""
+def ours(tensors, case, names=(STREAMKL, NO_LSE)):
+    """(two methods: with the LSE that the teacher's attention returns, and without it; lines that name their launches)"""
     alone = IndexerCalls(tensors, case)
     alone.run(STEP)
-    lse_t = alone.lse_t.clone()
-    methods = []
-    for name, calls, known in (STREAMKL, IndexerCalls(tensors, case, lse_t), lse_t), ("no LSE given", alone, None):
+    lse_t = alone.teacher_lse()
+    methods, launches = [], []
+    for name, calls in zip(names, (IndexerCalls(tensors, case, lse_t), alone)):
 
-        def step(known=known):
+        def step(known=calls.given_lse_t):
             fresh = IndexerCalls(tensors, case, known)
             fresh.run(STEP)
             return fresh.results()
 
-        timed = calls.timed([FORWARD, STEP])
-        methods.append(Method(name, calls.plan.kernel, timed, flops_of(case), step, calls.explain(STEP)))
-    return methods
+        methods.append(Method(name, calls.timed([FORWARD, STEP]), calls.kernels(STEP), flops_of(case), step))
+        launches += calls.explain(STEP).splitlines()
+    return methods, list(dict.fromkeys(launches))
 
 
 # ---- Naive code ----------------------------------------------------------------------------------------------------
@@ -303,27 +302,7 @@ def naive(tensors, case, name=NAIVE):
         dq, dk, dw = (tensor.grad for tensor in trained.values())
         return {"kl": torch.cat(kl, dim=1)[0], "dq": dq, "dk": dk, "dw": dw}
 
-    return Method(name, f"PyTorch {torch.__version__}", {FORWARD: forward, STEP: step}, flops_of(case), step)
-
-
-# ---- Attention, for comparison -------------------------------------------------------------------------------------
-
-
-def cudnn_rate(device, heads=16, length=8192, dim=128):
-    """Forward of scaled_dot_product_attention by cuDNN with either mask."""
-    method = Method(CUDNN)
-    with refusing(method):
-        shapes = [
-            Shape("", heads, heads, dim, heads, heads, dim, length=length, causal=causal) for causal in (True, False)
-        ]
-        q, k, v, _ = random_tensors(shapes[0], device).values()
-        method.kernel = f"{cudnn_version()}, {heads} heads of {dim}, N={length}"
-        for shape in shapes:
-            name = f"forward, {shape.mask}"
-            method.calls[name] = lambda causal=shape.causal: sdpa(q, k, v, causal, "CUDNN_ATTENTION")
-            method.flops[name] = shape.flops(FORWARD)
-            method.calls[name]()
-    return method
+    return Method(name, {FORWARD: forward, STEP: step}, PYTORCH, flops_of(case), step)
 
 
 # ---- Exact results -------------------------------------------------------------------------------------------------
@@ -332,6 +311,8 @@ def cudnn_rate(device, heads=16, length=8192, dim=128):
 class ExactRows:
     """KL, dq and dw of some rows in float64, which depend on no other row. With all rows also dk."""
 
+    limits = {"kl": WRONG} | dict.fromkeys(("dq", "dk", "dw"), WRONG_16_BITS)
+
     def __init__(self, tensors, case, rows):
         q_t, q_s, w_s = (tensors[name][0][:, rows].double() for name in ("q_t", "q_s", "w_s"))
         k_t, k_s = (tensors[name][0].double() for name in ("k_t", "k_s"))
@@ -339,11 +320,9 @@ class ExactRows:
         trained = [tensor.requires_grad_() for tensor in (q_s, k_s, w_s)]
         indices = tensors["indices"][0][:, rows] if case.top_k else None
         keys = torch.arange(case.length, device=q_t.device)
-        visible = (
-            keys <= rows[:, None] if case.causal else torch.ones_like(keys, dtype=torch.bool).expand(len(rows), -1)
-        )
+        last = rows[:, None] if case.causal else torch.full_like(rows, case.length)[:, None]
         options = (None, None, 0.0, True, False, case.pooling)  # scales, softcap, relu, reverse
-        exact = reference.sequence_indexer_kl(q_t, k_t, *trained, indices, None, visible, *options)
+        exact = reference.sequence_indexer_kl(q_t, k_t, *trained, indices, None, keys <= last, *options)
         dq, dk, dw = torch.autograd.grad(exact.kl.sum(), trained)
         self.exact = {"kl": exact.kl.detach()[0], "dq": dq, "dw": dw} | ({"dk": dk} if is_whole else {})
 
@@ -364,12 +343,6 @@ def some_rows(case, device, count=16):
     return torch.linspace(0, case.length - 1, min(count, case.length), device=device).round().long()
 
 
-def wrong_of(method):
-    limits = LIMITS.get(method.name, WRONG)
-    found = method.errors.items()
-    return [f"{method.name}: {name} is off by {error:.1e}" for name, error in found if not error <= limits[name]]
-
-
 # ---- Measuring -----------------------------------------------------------------------------------------------------
 
 
@@ -378,12 +351,15 @@ def check_small(case, device):
     tensors = make_tensors(case, device)
     exact = ExactRows(tensors, case, torch.arange(case.length, device=device))
     in_float64 = {name: tensor if name == "indices" else tensor.double() for name, tensor in tensors.items()}
+    float64 = naive(in_float64, case, "naive, f64")
     lines, wrong = [], []
-    for method in [*ours(tensors, case), naive(tensors, case), naive(in_float64, case, "naive, f64")]:
-        method.errors = exact.errors(method.step())
+    for method in [*ours(tensors, case)[0], naive(tensors, case), float64]:
+        method.is_peer = method.name == NAIVE
+        method.examine(exact, device)
         lines.append(f"N={case.length}, {method.name}: {errors_text(method.errors)}")
-        wrong += wrong_of(method)
-    return lines, wrong
+        wrong += method.wrong or ([f"{method.name}: {method.refusal}"] if method.refusal else [])
+    off = too_large(float64.errors, dict.fromkeys(exact.exact, 1e-12))
+    return lines, wrong + [f"{float64.name}: {text}" for text in off]
 
 
 def make_naive(tensors, case, exact, run):
@@ -392,7 +368,7 @@ def make_naive(tensors, case, exact, run):
     size = bytes_text(4 * case.heads * rows * keys)
     scores = f"its teacher scores alone, [{case.heads}, {rows}, {keys}] in f32, are {size}"
     if run.given.no_naive:
-        return Method(NAIVE, refusal=f"--no-naive; {scores}")
+        return Method(NAIVE, is_peer=True, refusal=f"--no-naive; {scores}")
     method = make_peer(NAIVE, lambda: naive(tensors, case), exact, run.device)
     if method.refusal.startswith("OutOfMemoryError"):
         method.refusal = f"out of memory; {scores}. {method.refusal}"
@@ -404,46 +380,29 @@ def make_tilelang(tensors, case, exact, run):
         calls = IndexerCalls(tensors, case)
         calls.run(STEP)
         step = tilelang_step(run.given.tilelang, case, tensors, calls.lse_t)
-        return Method(TILELANG, "examples/dsa_sparse_finetune", {STEP: step}, flops_of(case), step)
+        return Method(TILELANG, {STEP: step}, "examples/dsa_sparse_finetune", flops_of(case), step)
 
     return make_peer(TILELANG, make, exact, run.device)
 
 
-def rows_of(methods, case):
-    """One row per method and pass, and one per method that was not measured. cuDNN's rows have no shape."""
-    by_name = {method.name: method for method in methods}
-    for method in methods:
-        for name in method.timings:
-            row, mine = method.row(name), method.flops[name] / method.ms(name)
-            if method.name != CUDNN:
-                row |= columns_of(case)
-                for mask in "causal", "full":
-                    theirs = by_name[CUDNN].ms(f"forward, {mask}") if CUDNN in by_name else None
-                    rate = by_name[CUDNN].flops[f"forward, {mask}"] / theirs if theirs else None
-                    row[f"of_cudnn_{mask}"] = rounded(ratio(mine, rate), ".3f")
-            if method.name not in (CUDNN, NAIVE):
-                row["naive_ratio"] = rounded(ratio(by_name[NAIVE].ms(name), method.ms(name)), ".4g")
-            yield row | ({"extra_bytes": method.extra_bytes} if name == STEP else {})
-        if method.refusal:
-            yield columns_of(case) | {"method": method.name, "note": f"not measured: {method.refusal}"}
-
-
 def measure(case, run):
-    result = Result()
-    result.lines, result.wrong = check_small(replace(case, length=min(case.length, SMALL)), run.device)
+    lines, wrong = check_small(replace(case, length=min(case.length, SMALL)), run.device)
     release_memory()
     tensors = make_tensors(case, run.device)
     exact = ExactRows(tensors, case, some_rows(case, run.device))
-    methods = ours(tensors, case)
+    methods, launches = ours(tensors, case)
     for method in methods:
         method.examine(exact, run.device)
-        result.wrong += wrong_of(method)
-    result.lines += dict.fromkeys(line for method in methods for line in method.explanation.splitlines())
-    methods += [make_naive(tensors, case, exact, run), cudnn_rate(run.device)]
+    naive_code = make_naive(tensors, case, exact, run)
+    methods.append(naive_code)
     if run.given.tilelang:
         methods.append(make_tilelang(tensors, case, exact, run))
-    release_memory()
-    time_methods(methods, run.device, run.given.rounds, run.given.sample_ms)
-    result.wrong += [f"{method.name} failed: {method.refusal}" for method in methods[:2] if method.refusal]
-    result.rows = list(rows_of(methods, case))
+
+    def compared(method, name):
+        naive_ratio = "" if method is naive_code else ratio(naive_code.ms(name), method.ms(name), ".4g")
+        return {"naive_ratio": naive_ratio} | ({"extra_bytes": ""} if name == FORWARD else {})  # it is that of a step
+
+    result = run.time(methods, compared)
+    result.lines += lines + launches
+    result.wrong += wrong
     return result

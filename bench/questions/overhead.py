@@ -1,51 +1,33 @@
-"""Host time of a call of streamkl.attention_kl, and the time of the import.
+"""Host time of a call of streamkl.attention_kl on small tensors, and the time of the import, in microseconds.
 
     bench/run.py overhead
     bench/run.py overhead --device cpu    # on tensors of size 1
 
-On a GPU, calls are submitted without waiting for their kernels, on small tensors.
+On a GPU, calls are submitted without waiting for their kernels.
 """
 
+import os
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 
 import torch
 
 import streamkl
 from harness.attention import Shape, prepared_calls
 from harness.library import FORWARD, RUN, lib
-from harness.report import rounded
 from harness.run import Result
+from peers.attention import leaves_of
 
 COLUMNS = "date gpu torch commit case call us note".split()
-SHOWN = "call us".split()
 IMPORT = "import torch, time; begin = time.perf_counter(); import streamkl; print(time.perf_counter() - begin)"
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-
-    def __str__(self):
-        return self.name
-
-
-def add_options(parser):
-    pass
-
-
 def cases(given):
-    return [Case("host time")]
-
-
-def columns_of(case):
-    return {"case": case.name}
-
-
-# ---- Host time -----------------------------------------------------------------------------------------------------
+    """Of tensors [1, heads, length, dim]."""
+    (heads, length, dim), dtype = ((16, 256, 64), "bf16") if given.device == "cuda" else ((1, 1, 1), "f32")
+    return [Shape("host time", *(heads, heads, dim) * 2, length=length, dtype_t=dtype, dtype_s=dtype)]
 
 
 def host_microseconds(run, device, calls=20, samples=50):
@@ -66,12 +48,6 @@ def host_microseconds(run, device, calls=20, samples=50):
     return (statistics.median(times[1:]) if on_gpu else min(times[1:])) * 1e6
 
 
-def shape_of(size, dtype):
-    """Of tensors [1, heads, length, dim]."""
-    _, heads, length, dim = size
-    return Shape("", heads, heads, dim, heads, heads, dim, length=length, dtype_t=dtype, dtype_s=dtype)
-
-
 def c_call(calls):
     """The forward in C, with structs and memory that are ready."""
     ((operation, *structs),) = calls.calls[FORWARD]
@@ -82,11 +58,11 @@ def c_call(calls):
     return lambda keep=calls: lib.check(run(*arguments))
 
 
-def host_calls(device, size, dtype):
-    """{name: call} on tensors [1, heads, length, dim]."""
-    calls = prepared_calls(shape_of(size, dtype), device)
+def host_calls(shape, device):
+    """{name: call}"""
+    calls = prepared_calls(shape, device)
     plain = list(calls.tensors.values())
-    student = [*plain[:2], *(tensor.clone().requires_grad_() for tensor in plain[2:])]
+    student = [*plain[:2], *leaves_of(*plain[2:])]
     _, *lses = streamkl.attention_kl(*plain, causal=True, layout="bhnd", return_lse=True)
     lses, output = dict(zip(("lse_t", "lse_s"), lses)), torch.ones_like(plain[0])
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -111,18 +87,16 @@ def host_calls(device, size, dtype):
 
 
 def import_seconds():
-    asked = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+    path = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path)
+    }  # this repository's package, where none is installed
+    asked = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, env=path)
     return float(asked.stdout)
 
 
-# ---- Measuring -----------------------------------------------------------------------------------------------------
-
-
-def measure(case, run):
-    on_gpu = run.device.type == "cuda"
-    if not on_gpu:
+def measure(shape, run):
+    if run.device.type == "cpu":
         torch.set_num_threads(1)
-    calls = host_calls(run.device, *(((1, 16, 256, 64), "bf16") if on_gpu else ((1, 1, 1, 1), "f32")))
-    us = {name: rounded(host_microseconds(call, run.device), ".1f") for name, call in calls.items()}
-    us["import streamkl, after import torch"] = rounded(import_seconds() * 1e6, ".0f")
-    return Result([columns_of(case) | {"call": name, "us": figure} for name, figure in us.items()])
+    us = {name: f"{host_microseconds(call, run.device):.1f}" for name, call in host_calls(shape, run.device).items()}
+    us["import streamkl, after import torch"] = f"{import_seconds() * 1e6:.0f}"
+    return Result([{"call": name, "us": figure} for name, figure in us.items()])

@@ -1,12 +1,9 @@
 """Times the shapes that distillation has in practice, and finds those that are slow for their work.
 
     bench/run.py shapes                                    # all shapes: less than a minute
-    bench/run.py shapes --quick                            # ten of them
     bench/run.py shapes --only 'student heads' --only f32  # those whose name contains one of the texts
     bench/run.py shapes --check                            # also compares results with float64
-    bench/run.py shapes --check-only                       # only compares
     bench/run.py shapes --only 'mean of' --eager           # also times eager PyTorch, which stores the matrices
-    bench/run.py shapes --csv bench/results/shapes.csv     # appends the results
 
 Every shape is compared with the base shape (32 heads on 8 key heads of 128 on both sides, N = 8192, causal, bf16) and
 with scaled_dot_product_attention by cuDNN on the teacher's shape, whose calls alternate with ours.
@@ -26,21 +23,16 @@ import torch
 
 from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepared_calls, random_tensors
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP
-from harness.report import errors_of, errors_text, ratio, rounded, tflops, worst
-from harness.run import Result
+from harness.report import errors_text, ratio, rounded, too_large, worst
+from harness.run import Method
 from harness.timing import refusal_of, release_memory
-from peers.attention import PEERS, leaves_of, sdpa
+from peers.attention import PEERS, cudnn_version, leaves_of, sdpa, with_autograd
 
-SHAPE_COLUMNS = (
-    "batch length mask heads_t key_heads_t dim_t dtype_t heads_s key_heads_s dim_s dtype_s softcap teacher_gradients"
-    " deterministic reverse"
+COLUMNS = (
+    "date gpu torch commit shape pass batch length mask heads_t key_heads_t dim_t dtype_t heads_s key_heads_s dim_s dtype_s"
+    " softcap teacher_gradients deterministic reverse ms fastest_ms tflops base_ms base_ratio cudnn_ms cudnn_ratio eager_ms"
+    " eager_ratio kernel kl_error dq_error dk_error note"
 ).split()
-COLUMNS = [
-    *"date gpu torch commit shape pass".split(), *SHAPE_COLUMNS,
-    *"ms fastest_ms tflops base_ms base_ratio cudnn_ms cudnn_ratio eager_ms eager_ratio kernel".split(),
-    *"kl_error dq_error dk_error note".split(),
-]  # fmt: skip
-SHOWN = "pass ms tflops base_ratio cudnn_ratio eager_ratio kernel".split()
 
 # {our pass: the other's}. The base shape has no teacher groups: its forward computes all LSEs. cuDNN's forward has as
 # many products as ours, its backward one more. Eager PyTorch has no backward alone.
@@ -104,31 +96,17 @@ SHAPES = [
 ]
 assert len({shape.name for shape in SHAPES}) == len(SHAPES)
 
-QUICK = {
-    BASE.name, "16 student heads (mean of 2)", "8 student heads (mean of 4)", "teacher 128, student 64",
-    "teacher 256, student 64", "f32", "softcap 50", "teacher gradients", "B=8, N=1024", "B=16, N=512, heads of 64",
-}  # fmt: skip
-
 
 def add_options(parser):
-    parser.add_argument("--quick", action="store_true", help="ten of the shapes")
     parser.add_argument("--check", action="store_true", help="also compare results with float64")
-    parser.add_argument("--check-only", action="store_true", help="only compare")
     parser.add_argument("--eager", action="store_true", help="also time eager PyTorch; takes tens of GiB")
 
 
 def cases(given):
-    return [shape for shape in SHAPES if not given.quick or shape.name in QUICK]
+    return SHAPES
 
 
-def columns_of(shape):
-    values = {name: getattr(shape, name) for name in SHAPE_COLUMNS}
-    return {"shape": shape.name} | {
-        name: int(value) if type(value) is bool else value for name, value in values.items()
-    }
-
-
-# ---- The calls -----------------------------------------------------------------------------------------------------
+# ---- The methods ---------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
@@ -137,42 +115,36 @@ def base_calls(shape, device):
     return prepared_calls(shape, device)
 
 
-def cudnn_calls(shape, device):
-    """{pass: call} of attention with the heads, head size and type of the teacher. Raises what PyTorch raises.
+def cudnn(tensors, shape):
+    """Attention with the heads, head size and type of the teacher. Raises what PyTorch raises.
 
     Where PyTorch's interface to cuDNN refuses shared key heads, they are expanded beforehand, outside of the time.
     """
     if shape.window >= 0:
         raise ValueError("PyTorch's interface to cuDNN has no window")
-    made, group_size = random_tensors(shape, device), shape.heads_t // shape.key_heads_t
+    q, k = tensors["q_t"], tensors["k_t"]
 
     def attend(leaves):
         return sdpa(*leaves, shape.causal, "CUDNN_ATTENTION")
 
-    def with_keys(k):
-        leaves = leaves_of(made["q_t"], k, torch.randn_like(k))
-        return leaves, attend(leaves)
-
+    leaves = leaves_of(q, k, torch.randn_like(k))
     try:
-        leaves, result = with_keys(made["k_t"])
+        attend(leaves)
     except RuntimeError:
-        leaves, result = with_keys(made["k_t"].repeat_interleave(group_size, dim=1))
-
-    def forward():
-        with torch.no_grad():
-            return attend(leaves)
-
-    upstream = torch.randn_like(result)
-    return {FORWARD: forward, BACKWARD: lambda: torch.autograd.grad(result, leaves, upstream, retain_graph=True)}
+        group_size = shape.heads_t // shape.key_heads_t
+        leaves = leaves_of(q, *(tensor.repeat_interleave(group_size, 1) for tensor in leaves[1:]))
+        attend(leaves)
+    return with_autograd("cudnn", cudnn_version(), shape, lambda: attend(leaves), leaves)
 
 
-def eager_calls(tensors, shape):
-    """{pass: call} of eager PyTorch. Raises ValueError for shapes that it does not have."""
+def eager(tensors, shape):
+    """Eager PyTorch. Raises ValueError for shapes that it does not have."""
     if shape.softcap or shape.reverse or shape.teacher_gradients or shape.window >= 0:
         raise ValueError("only masks and shapes are compared with it")
     weight = torch.ones(tensors["q_s"].shape[:3], device=tensors["q_s"].device)
     method = PEERS["eager"](tensors, shape, weight)
-    return {FORWARD: method.calls[FORWARD], STEP: method.step}
+    method.calls = {FORWARD: method.calls[FORWARD], STEP: method.step}
+    return method
 
 
 # ---- Measuring -----------------------------------------------------------------------------------------------------
@@ -190,59 +162,46 @@ def check(shape, device):
         for name in passes:
             calls.run(name)
         found = exact.errors(calls.results())
-        wrong += [f"{passes[-1]}: {text}" for text in exact.wrong(found)]
+        wrong += [f"{passes[-1]}: {text}" for text in too_large(found, exact.limits)]
         errors = {name: worst([error, errors.get(name, 0.0)]) for name, error in found.items()}
     return errors, wrong
 
 
-def median(timings, who, name):
-    """None if it was not timed; a step that was not timed as a whole is the sum of its two passes."""
-    if name == STEP and (who, STEP) not in timings:
-        both = [median(timings, who, one) for one in (FORWARD, BACKWARD)]
-        return sum(both) if all(both) else None
-    return timings[who, name].median if (who, name) in timings else None
-
-
-def rows_of(shape, timings, kernels, errors):
-    """One row per pass; a ratio is our time divided by the other."""
-    for name in (*shape.passes, STEP):
-        ms, timing = median(timings, "ours", name), timings.get(("ours", name))
-        if not ms:
-            continue
-        row = columns_of(shape) | errors_of(errors) | {"pass": name, "kernel": kernels.get(name, "")}
-        row |= {"ms": rounded(ms, ".4f"), "fastest_ms": rounded(timing and timing.fastest, ".4f")}
-        row["tflops"] = tflops(shape.flops(name), ms)
-        for who, passes in COMPARED.items():
-            other = median(timings, who, passes.get(name))
-            row |= {f"{who}_ms": rounded(other, ".4f"), f"{who}_ratio": rounded(ratio(ms, other), ".3g")}
-        yield row
+def columns_of(name, kernel, ours, others):
+    """The columns of a pass; a ratio is our time divided by the other."""
+    row = {"kernel": kernel}
+    for other, passes in COMPARED.items():
+        ms = others[other].ms(passes.get(name)) if other in others else None
+        row |= {f"{other}_ms": rounded(ms, ".4f"), f"{other}_ratio": ratio(ours.ms(name), ms)}
+    return row
 
 
 def measure(shape, run, base=BASE):
-    given, result, errors = run.given, Result(), {}
-    if given.check or given.check_only:
-        errors, result.wrong = check(shape, run.device)
-        result.lines.append(errors_text(errors))
+    errors, wrong, notes = {}, [], []
+    if run.given.check:
+        errors, wrong = check(shape, run.device)
         release_memory()
-    if given.check_only:
-        return result
-    own = prepared_calls(shape, run.device)
-    calls = {("ours", name): call for name, call in own.timed(own.passes).items()}
+    calls = prepared_calls(shape, run.device)
+    flops = {name: shape.flops(name) for name in (*shape.passes, STEP)}
+    ours, others = Method("ours", calls.timed(calls.passes), flops=flops, errors=errors), {}
     if shape != base:
-        calls |= {("base", name): call for name, call in base_calls(base, run.device).timed(base.passes).items()}
-    others = {"cudnn": lambda: cudnn_calls(shape, run.device)}
-    if given.eager:
-        others["eager"] = lambda: eager_calls(own.tensors, shape)
-    for who, make in others.items():
+        theirs = base_calls(base, run.device)
+        others["base"] = Method("base", theirs.timed(theirs.passes))
+    for name, make in {"cudnn": cudnn, "eager": eager}.items():
         try:
-            calls |= {(who, name): call for name, call in make().items()}
+            if name != "eager" or run.given.eager:
+                others[name] = make(calls.tensors, shape)
         except Exception as error:  # they support fewer types, masks and options
-            result.notes.append(f"{who} not measured: {refusal_of(error)}")
-    timings = run.time(calls)
-    if shape == base:
-        timings |= {("base", name): timings["ours", name] for name in own.passes}
-    for (who, name), timing in timings.items():
-        if timing.refusal:
-            (result.wrong if who == "ours" else result.notes).append(f"{who} {name} not measured: {timing.refusal}")
-    result.rows = list(rows_of(shape, timings, {name: own.kernels(name) for name in own.passes}, errors))
+            notes.append(f"{name} not measured: {refusal_of(error)}")
+    kernels = {name: calls.kernels(name) for name in calls.passes}
+    compared = {"base": ours} | others
+
+    def columns(method, name):
+        return columns_of(name, kernels.get(name), ours, compared)
+
+    result = run.time([ours], columns, others=others.values())
+    result.wrong += wrong
+    result.lines += [errors_text(errors)] if errors else []
+    refused = {name: other.refusal for name, other in others.items() if other.refusal}
+    result.notes += notes + [f"{name} not measured: {refusal}" for name, refusal in refused.items()]
     return result

@@ -1,40 +1,32 @@
 """Times statistics of one attention compared with the KL forward and with what PyTorch offers for sums over rows.
 
-    bench/run.py stats                                 # all cases
-    bench/run.py stats --only N=8192                   # shapes whose name contains the text
-    bench/run.py stats --csv bench/results/stats.csv   # appends the results
-
     KL forward    skl_forward of two such attentions: two products and two exponentials per pair
     statistics    key_sum, entropy, max_logit and expected_distance of one, from its LSE
     with LSE      the same without an LSE given, which a first pass computes
     weighted      the same as `statistics`, with row weights, and key_max
     top 64        keys and probabilities of the 64 largest of each row
-    SDPA dV       gradients of scaled_dot_product_attention by cuDNN for dO = 1, whose dV has the sum of each key in every column
-    FlexAttention the sums of keys as an attention with queries and keys exchanged, whose score subtracts the LSE
+    SDPA dV       gradients of scaled_dot_product_attention by cuDNN for dO = 1: every column of dV has the sums of the keys
+    FlexAttention the sums of keys as an attention with queries and keys exchanged, whose score subtracts the LSE: the
+                  LSE that it returns is the logarithm of the sum
 
-Sums of keys and entropies of the first head are compared with float64 up to 8192 tokens, those of FlexAttention, too.
-cuDNN and FlexAttention have expanded key heads, outside of the time. FlexAttention returns a normalized output and its
-LSE, which is the logarithm of the sum.
+Sums of keys, entropies and the largest probabilities of the first head are compared with float64 up to 8192 tokens, the
+sums of FlexAttention, too. cuDNN and FlexAttention have expanded key heads, outside of the time.
 """
 
 import torch
 
-from harness.attention import Shape, problem_of, random_tensors
+from harness.attention import WRONG, Shape, problem_of, random_tensors, relative_error
 from harness.library import Calls, address, addresses, lib
-from harness.method import PEER_WRONG
-from harness.report import ratio, rounded, times_of
-from harness.run import Result
-from harness.timing import failures
+from harness.report import ratio, too_large
+from harness.run import PEER_WRONG, methods_of
+from harness.timing import Prepared
 from peers.attention import flex_attend, leaves_of, sdpa
 
 KL, STATS, WITH_LSE, WEIGHTED, TOP, SDPA, FLEX = (
     "KL forward", "statistics", "with LSE", "weighted", "top 64", "SDPA dV", "FlexAttention"
 )  # fmt: skip
-OURS = KL, STATS, WITH_LSE, WEIGHTED, TOP
 COLUMNS = "date gpu torch commit case length mask heads key_heads dim dtype method ms fastest_ms kl_ratio extra_bytes note".split()
-SHOWN = "method ms fastest_ms kl_ratio extra_bytes".split()
 TOP_K, CHECKED_LENGTH = 64, 8192
-WRONG = 1e-4  # relative
 
 
 def case(name, dim=128, **others):
@@ -52,10 +44,6 @@ CASES = [
 ]
 
 
-def add_options(parser):
-    pass
-
-
 def cases(given):
     return CASES
 
@@ -67,18 +55,22 @@ class StatsCalls(Calls):
         super().__init__(device, gradients=0, **problem_of(shape))
         self.shape, self.tensors = shape, random_tensors(shape, device)
         rows = torch.empty(self.tensors["q_s"].shape[:3], device=device)
-        self.rows = {name: rows.clone() for name in ("kl", "lse_t", "lse_s", "entropy", "max_logit", "expected_distance")}
-        self.keys = {name: rows.clone() for name in ("key_sum", "key_max")}
+        names = "kl lse_t lse_s entropy max_logit expected_distance key_sum key_max".split()
+        self.rows = {name: rows.clone() for name in names}
         self.weight = torch.rand_like(rows)
-        self.top = {"top_keys": rows.new_empty((*rows.shape, TOP_K), dtype=torch.int32), "top_p": rows.new_empty((*rows.shape, TOP_K))}
+        top_p = rows.new_empty((*rows.shape, TOP_K))
+        self.top = {"top_keys": torch.empty_like(top_p, dtype=torch.int32), "top_p": top_p}
         given, row = addresses(self.tensors), addresses(self.rows)
         known, unknown = lib.pack_inputs(**given, lse_s=row["lse_s"]), lib.pack_inputs(**given)
-        of_rows = {name: row[name] for name in ("entropy", "max_logit", "expected_distance")}
-        key_sum = address(self.keys["key_sum"])
-        every = lib.pack_stats(key_sum=key_sum, **of_rows)
-        weighted = lib.pack_stats(row_weights=address(self.weight), **addresses(self.keys), **of_rows)
+
+        def some(*names):
+            return {name: row[name] for name in names}
+
+        of_rows = some("entropy", "max_logit", "expected_distance", "key_sum")
+        every = lib.pack_stats(**of_rows)
+        weighted = lib.pack_stats(row_weights=address(self.weight), **of_rows, **some("key_max"))
         self.calls = {
-            KL: [(lib.FORWARD, unknown, lib.pack_rows(**{name: row[name] for name in ("kl", "lse_t", "lse_s")}))],
+            KL: [(lib.FORWARD, unknown, lib.pack_rows(**some("kl", "lse_t", "lse_s")))],
             STATS: [(lib.ATTENTION_STATS, known, every)],
             WITH_LSE: [(lib.ATTENTION_STATS, unknown, every)],
             WEIGHTED: [(lib.ATTENTION_STATS, known, weighted)],
@@ -86,27 +78,23 @@ class StatsCalls(Calls):
         }
         self.run(KL)
 
-    def errors(self, flex_sums=None):
-        """[what is wrong] with the key sums and entropies of the first head, compared with float64"""
+    def wrong(self, flex_sums):
+        """What is wrong with the results of the first head, compared with float64."""
         q, k = (self.tensors[name][0, 0].double() for name in ("q_s", "k_s"))
         logits = q @ k.mT * self.shape.dim_s**-0.5
         if self.shape.causal:
             logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
         log_p = logits.log_softmax(-1)
         p = log_p.exp()
-        values = p.topk(TOP_K, -1).values
         self.run(TOP)
         self.run(STATS)
-        off = {
-            "key_sum": (self.keys["key_sum"][0, 0], p.sum(0)),
-            "entropy": (self.rows["entropy"][0, 0], -(p * log_p.clamp(min=-1e30)).sum(-1)),
-            "top_p": (self.top["top_p"][0, 0], values),
+        errors = {
+            "key_sum": relative_error(self.rows["key_sum"][0, 0], p.sum(0)),
+            "entropy": relative_error(self.rows["entropy"][0, 0], -(p * log_p.clamp(min=-1e30)).sum(-1)),
+            "top_p": relative_error(self.top["top_p"][0, 0], p.topk(TOP_K, -1).values),
+            FLEX: relative_error(flex_sums[0, 0], p.sum(0)),
         }
-        limits = dict.fromkeys(off, WRONG)
-        if flex_sums is not None:
-            off[FLEX], limits[FLEX] = (flex_sums[0, 0], p.sum(0)), PEER_WRONG
-        errors = {name: ((got.double() - exact).norm() / exact.norm()).item() for name, (got, exact) in off.items()}
-        return [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= limits[name]]
+        return too_large(errors, dict.fromkeys(errors, WRONG) | {FLEX: PEER_WRONG})
 
 
 def sdpa_dv(calls):
@@ -133,24 +121,16 @@ def flex(calls):
 
 
 def measure(shape, run):
-    result, calls = Result(), StatsCalls(shape, run.device)
-    methods = calls.timed(OURS)
+    calls = StatsCalls(shape, run.device)
+    timed = calls.timed(calls.calls)
     if shape.length * shape.heads_s <= 131072 * 32:
-        methods[SDPA] = sdpa_dv(calls)
+        timed[SDPA] = Prepared(lambda: sdpa_dv(calls))
     if shape.length <= 131072:
-        methods[FLEX] = flex(calls)
-    if shape.length <= CHECKED_LENGTH:
-        result.wrong += calls.errors(methods[FLEX]().exp())
-    timings = run.time(methods)
-    ms = {method: timing.median for method, timing in timings.items()}
-    result.wrong += failures({method: timing for method, timing in timings.items() if method in OURS})
-    for method, timing in timings.items():
-        row = {
-            "case": shape.name, "length": shape.length, "mask": shape.mask, "heads": shape.heads_s,
-            "key_heads": shape.key_heads_s, "dim": shape.dim_s, "dtype": shape.dtype_s, "method": method,
-        }  # fmt: skip
-        row |= times_of(timing) | {"kl_ratio": rounded(ratio(ms[method], ms.get(KL)), ".3f")}
-        operations = [operation for operation, *_ in calls.calls.get(method, [])]
-        row["extra_bytes"] = calls.plan.workspace_sizes[operations[0]] if operations else ""
-        result.rows.append(row)
+        timed[FLEX] = flex(calls)
+    wrong = calls.wrong(timed[FLEX]().exp()) if shape.length <= CHECKED_LENGTH else []
+    methods = methods_of(timed, peers=(SDPA, FLEX))
+    for method in methods:
+        method.extra_bytes = calls.workspace_bytes(method.name) if method.name in calls.calls else 0
+    result = run.time(methods, lambda method, name: {"kl_ratio": ratio(method.ms(name), methods[0].ms(name), ".3f")})
+    result.wrong += wrong
     return result

@@ -1,10 +1,8 @@
 """What the attention KL adds to a whole training step: time and peak memory, compared with the same step without it.
 
     bench/run.py step                                # all setups: about a minute
-    bench/run.py step --quick                        # up to 16384 tokens
-    bench/run.py step --only N=8192                   # only some
+    bench/run.py step --only N=8192                  # only some
     bench/run.py step --attention flash              # instead of cuDNN
-    bench/run.py step --csv bench/results/step.csv   # appends the results
 
     layers         two layers of an 8B-like teacher (32/8 heads of 128, hidden size 4096) without gradients, and two of a
                    1B-like student (hidden size 2048) with 32, 16 or 8 heads. The loss is the mean over the layers, with
@@ -22,15 +20,12 @@ from dataclasses import dataclass
 import torch
 
 import streamkl
-from harness.report import rounded, times_of
-from harness.run import Result
-from harness.timing import failures
+from harness.run import methods_of
 
 COLUMNS = (
-    "date gpu torch commit kind teacher student length layers checkpointing attention variant ms fastest_ms percent"
+    "date gpu torch commit kind teacher student length layers checkpointing attention method ms fastest_ms percent"
     " peak_bytes more_bytes note"
 ).split()
-SHOWN = "variant ms fastest_ms percent peak_bytes more_bytes".split()
 
 ATEN = torch.ops.aten
 ATTENTIONS = {  # causal, by the kernels that scaled_dot_product_attention calls
@@ -96,22 +91,12 @@ SETUPS += [
 
 
 def add_options(parser):
-    parser.add_argument("--quick", action="store_true", help="up to 16384 tokens, without the student of 8 heads")
     parser.add_argument("--attention", choices=list(ATTENTIONS), default="cudnn", help="of the layers; default cudnn")
     parser.set_defaults(rounds=9, sample_ms=600)
 
 
 def cases(given):
-    return [
-        setup for setup in SETUPS if not given.quick or setup.student is not STUDENTS[2] and setup.length <= 16384
-    ]
-
-
-def columns_of(setup):
-    return {
-        "kind": setup.kind, "teacher": setup.teacher, "student": setup.student, "length": setup.length,
-        "layers": setup.layers, "checkpointing": int(setup.checkpointing),
-    }  # fmt: skip
+    return SETUPS
 
 
 def attend(q, k, v, attention):
@@ -261,23 +246,17 @@ def hugging_face_steps(setup, device):
 # ---- Measuring -----------------------------------------------------------------------------------------------------
 
 
-def rows_of(timings):
-    """One row per variant that was measured: `percent` is its time over the step without the loss."""
-    without = timings[NO_LOSS]
-    for variant, timing in timings.items():
-        if timing.median is None:
-            continue
-        row = {"variant": variant, **times_of(timing), "peak_bytes": timing.peak_bytes}
-        if variant != NO_LOSS and without.median:
-            row["percent"] = rounded((timing.median / without.median - 1) * 100, ".1f")
-            row["more_bytes"] = timing.peak_bytes - without.peak_bytes
-        yield row
-
-
 def measure(setup, run):
     is_plain = setup.kind == LAYERS
     attention = run.given.attention if is_plain else "sdpa"
     steps = layer_steps(setup, run.device, attention) if is_plain else hugging_face_steps(setup, run.device)
-    timings = run.time(steps)
-    rows = [columns_of(setup) | {"attention": attention} | row for row in rows_of(timings)]
-    return Result(rows, wrong=failures(timings))
+    methods = methods_of(steps)
+    return run.time(methods, lambda method, name: {"attention": attention} | more_than(methods[0], method))
+
+
+def more_than(without, method):
+    """The time and the memory of a step in addition to those of the step without the loss."""
+    if method is without or not without.timings:
+        return {}
+    more = method.timings[""].peak_bytes - without.timings[""].peak_bytes
+    return {"percent": f"{(method.ms('') / without.ms('') - 1) * 100:.1f}", "more_bytes": more}

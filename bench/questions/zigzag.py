@@ -3,7 +3,6 @@
     bench/run.py zigzag                                # 131072 tokens, 16 heads of 128, bf16, causal, 8 ranks
     bench/run.py zigzag --layout contiguous            # the layout that zigzag balances
     bench/run.py zigzag --device cpu --length 2048     # small, on the CPU, in f32
-    bench/run.py zigzag --csv bench/results/zigzag.csv # appends the results
 
 A rank computes its own query rows against the keys of all ranks, in the order of the sequence, as attention_kl does
 between its collective calls; the ranks' key gradients are f32. Compared are the times of the ranks with each other
@@ -20,18 +19,15 @@ from dataclasses import dataclass
 import torch
 
 from harness.library import ONE_PASS, STEP, lib
-from harness.report import errors_text, ratio, rounded, times_of
-from harness.run import Result
-from harness.timing import failures
+from harness.report import errors_text, ratio, too_large
+from harness.run import Method
 from streamkl._options import Lengths
 from streamkl._problem import DK_S, DQ_S, Options
 from streamkl.parallel._layout import Layout, gather_order, inverse_of
 from streamkl.parallel._shards import Shards
 
 OPS = torch.ops.streamkl
-CASE_COLUMNS = "layout ranks length heads key_heads dim".split()
-COLUMNS = "date device torch commit pass layout ranks rank length heads key_heads dim mask ms fastest_ms of_unsplit note".split()
-SHOWN = "rank ms fastest_ms of_unsplit".split()
+COLUMNS = "date gpu torch commit pass layout ranks method length heads key_heads dim mask ms fastest_ms of_unsplit note".split()
 LIMITS = {"kl": 1e-5, "dq": 1e-2, "dk": 1e-2}  # dq and dk of the unsplit call are rounded to bf16
 
 
@@ -44,6 +40,7 @@ class Case:
     heads: int
     key_heads: int
     dim: int
+    mask = "causal"
 
     def __str__(self):
         return f"{self.layout}, {self.ranks} ranks, {self.length} tokens, {self.heads}/{self.key_heads} heads of {self.dim}"
@@ -53,7 +50,7 @@ def add_options(parser):
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="default 8")
     parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
     parser.add_argument(
-        "--length", type=int, default=131072, metavar="N", help="tokens of the whole sequence; default 131072"
+        "--length", type=int, default=131072, metavar="N", help="tokens of the sequence; default 131072"
     )
     parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
     parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; default: as many")
@@ -67,10 +64,6 @@ def cases(given):
         raise ValueError(f"--length={given.length}: must be a multiple of {chunks} for --ranks={given.ranks}")
     heads = given.heads, given.key_heads or given.heads
     return [Case(name, given.layout, given.ranks, given.length, *heads, given.dim) for name in (STEP, ONE_PASS)]
-
-
-def columns_of(case):
-    return {"pass": case.name, "mask": "causal"} | {name: getattr(case, name) for name in CASE_COLUMNS}
 
 
 class Split:
@@ -146,19 +139,18 @@ def measure(case, run):
     split = Split(case, run.device)
     steps = split.steps(case.name)
     errors = split.errors(steps)
-    wrong = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= LIMITS[name]]
-    timings = run.time({**steps, "ordering": split.ordering()}, shuffle=True)
-    wrong += failures(timings)
-    unsplit = timings["unsplit"].median
-    rows = [
-        columns_of(case)
-        | {"rank": place, **times_of(timing), "of_unsplit": rounded(ratio(timing.median, unsplit), ".4f")}
-        for place, timing in timings.items()
-    ]
-    lines = [f"sums over ranks: {errors_text(errors)}"]
-    ranks = [timing.median for place, timing in timings.items() if place.startswith("rank")]
-    if all(ranks) and unsplit:
-        mean = statistics.mean(ranks)
-        balance = f"slowest / mean {max(ranks) / mean:.3f}, fastest / mean {min(ranks) / mean:.3f}"
-        lines.append(f"{balance}, sum / unsplit {sum(ranks) / unsplit:.3f}")
-    return Result(rows, lines, wrong=wrong)
+    methods = [Method(place, {case.name: step}) for place, step in {**steps, "ordering": split.ordering()}.items()]
+    unsplit, *ranks, _ = methods
+
+    def compared(method, name):
+        return {"of_unsplit": ratio(method.ms(name), unsplit.ms(name), ".4f")}
+
+    result = run.time(methods, compared, shuffle=True)
+    result.wrong += too_large(errors, LIMITS)
+    result.lines.append(f"sums over ranks: {errors_text(errors)}")
+    ms, whole = [rank.ms(case.name) for rank in ranks], unsplit.ms(case.name)
+    if all(ms) and whole:
+        mean = statistics.mean(ms)
+        balance = f"slowest / mean {max(ms) / mean:.3f}, fastest / mean {min(ms) / mean:.3f}"
+        result.lines.append(f"{balance}, sum / unsplit {sum(ms) / whole:.3f}")
+    return result

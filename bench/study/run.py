@@ -11,7 +11,6 @@ OUT/arms.csv (one row per arm) and OUT/curves.csv receive the arms' rows.
 
 import argparse
 import csv
-import dataclasses
 import os
 import statistics
 import subprocess

@@ -144,10 +144,10 @@ def test_shapes_fill_their_table(tree):
 def test_steps_fill_their_table(tree):
     path = empty(tree / "bench/results/step.csv")
     setup = dict(kind="layers", student="8/8 heads of 128", length=8192)
-    append(path, **setup, variant="no loss", ms=20, peak_bytes=2**30)
-    append(path, **setup, variant="LSEs given", ms=25, percent="25.0", peak_bytes=2**30, more_bytes=2**20)
-    append(path, **setup, variant="LSEs computed", ms=28, percent="40.0", peak_bytes=2**30, more_bytes=0)
-    append(path, **setup, variant="carried, no value", ms=22, percent="10.0", peak_bytes=2**30)
+    append(path, **setup, method="no loss", ms=20, peak_bytes=2**30)
+    append(path, **setup, method="LSEs given", ms=25, percent="25.0", peak_bytes=2**30, more_bytes=2**20)
+    append(path, **setup, method="LSEs computed", ms=28, percent="40.0", peak_bytes=2**30, more_bytes=0)
+    append(path, **setup, method="carried, no value", ms=22, percent="10.0", peak_bytes=2**30)
     shown = table_of(tree, "step")
     assert shown["layers, student 8/8 heads of 128, 8,192 tokens"] == [
         "20.0",

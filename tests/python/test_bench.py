@@ -1,5 +1,6 @@
 """The harness of bench/run.py on the CPU: command line, timing, rows, a run that goes on, charts."""
 
+import csv
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import run as command  # noqa: E402
-from harness import method, report  # noqa: E402
+from harness import report  # noqa: E402
 from harness.attention import Shape  # noqa: E402
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
-from harness.run import Result, Run  # noqa: E402
+from harness.run import Method, Result, Run, time_methods  # noqa: E402
 from harness.timing import Prepared, Timing, repeats_of, time_alternately  # noqa: E402
-from questions import call, indexer, peers, shapes, step, zigzag  # noqa: E402
+from questions import call, indexer, peers, pooled, shapes, stats, step, zigzag  # noqa: E402
 
 # ---- The command line ----------------------------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ from questions import call, indexer, peers, shapes, step, zigzag  # noqa: E402
         ("shapes --only d=7", "--only='d=7': must be part of a name: base: 32/8 heads of 128; "),
         ("shapes --rounds 0", "--rounds=0: must be at least 1"),
         ("shapes --csv /nowhere/shapes.csv", "--csv=/nowhere/shapes.csv: there is no folder /nowhere"),
-        ("step --quick --only N=65536", "--only='N=65536': must be part of a name"),
+        ("pooled --block 0", "--block=0: must be at least 1"),
         ("peers --peers fa3", "no fa3; must be of cudnn, fa2, flex, compile, eager"),
         ("peers --heads 32 --key-heads 12", "--key-heads=12: must divide --heads=32"),
         ("peers --packed 128,0", "--packed"),
@@ -70,30 +71,19 @@ def test_a_file_with_other_columns_is_refused_before_anything_is_measured(tmp_pa
 
 def test_a_dry_run_lists_the_cases(capsys):
     for arguments, count in (
-        ("shapes", 37), ("shapes --quick", 10), ("shapes --only softcap --only deterministic", 6), ("call", 10),
-        ("call --only groups", 4), ("step", 12), ("step --quick", 4), ("peers --masks causal --lengths 64,128", 4),
-        ("indexer", 1), ("zigzag", 2), ("overhead", 1), ("cpu_attention", 4),
+        ("shapes", 37), ("shapes --only softcap --only deterministic", 6), ("call", 10), ("call --only groups", 4),
+        ("step", 12), ("peers --masks causal --lengths 64,128", 4), ("indexer", 1), ("pooled", 2), ("stats", 7),
+        ("zigzag", 2), ("overhead", 1), ("cpu_attention", 4),
     ):  # fmt: skip
         command.main([*arguments.split(), "--dry-run"])
         assert len(capsys.readouterr().out.splitlines()) == count, arguments
 
 
-@pytest.mark.parametrize(
-    "question, name",
-    [
-        (peers, "peers"),
-        (shapes, "shapes"),
-        (call, "call"),
-        (step, "step"),
-        (indexer, "indexer"),
-        (zigzag, "zigzag"),
-    ],
-)
-def test_results_have_the_columns_of_their_question(question, name):
+@pytest.mark.parametrize("question", [peers, shapes, call, step, stats, indexer, pooled, zigzag])
+def test_results_have_the_columns_of_their_question(question):
     """Rows of earlier runs stay readable, and new ones can be added."""
-    path = Path(__file__).resolve().parents[2] / f"bench/results/{name}.csv"
-    assert report.read_csv(path, question.COLUMNS)
-    assert set(question.SHOWN) <= set(question.COLUMNS)
+    name = question.__name__.rpartition(".")[2]
+    report.check_csv(Path(__file__).resolve().parents[2] / f"bench/results/{name}.csv", question.COLUMNS)
 
 
 # ---- Timing --------------------------------------------------------------------------------------------------------
@@ -168,70 +158,81 @@ def timed(**times):
     return {name.replace("_", " "): Timing([ms, 2 * ms, ms]) for name, ms in times.items()}
 
 
-def test_peers_have_medians_ratios_and_refusals():
-    shape, flops = Shape("", 16, 16, 128, 16, 16, 128, length=2048), {FORWARD: 2e9, BACKWARD: 4e9, ONE_PASS: 4e9}
+def rows_of(monkeypatch, methods, more, **others):
+    """The rows of a run whose methods already have timings."""
+    monkeypatch.setattr("harness.run.time_methods", lambda methods, *_: [method.timings for method in methods])
+    run = SimpleNamespace(device=torch.device("cpu"), given=SimpleNamespace(rounds=1, sample_ms=1))
+    return Run.time(run, methods, more, **others)
+
+
+def test_peers_have_medians_ratios_and_refusals(monkeypatch):
+    flops = {FORWARD: 2e9, BACKWARD: 4e9, ONE_PASS: 4e9}
+    steps = {STEP: Timing([3.0])}, {STEP: Timing([12.0])}
     methods = [
-        method.Method("streamkl", flops=flops, timings=timed(forward=1.0, backward=2.0)),
-        method.Method("streamkl", flops=flops, timings=timed(one_pass=2.5)),
-        method.Method(
-            "flex", flops=flops, timings=timed(forward=4.0, backward=8.0), errors={"kl": 1e-3, "dq_s": float("nan")}
+        Method("streamkl", flops=flops, timings=timed(forward=1.0, backward=2.0) | steps[0]),
+        Method("streamkl", flops=flops, timings=timed(one_pass=2.5)),
+        Method(
+            "flex",
+            flops=flops,
+            timings=timed(forward=4.0, backward=8.0) | steps[1],
+            errors={"kl": 1e-3, "dq_s": float("nan")},
         ),
-        method.Method("eager", refusal="CUDA out of memory"),
+        Method("eager", is_peer=True, refusal="CUDA out of memory"),
     ]
-    rows = {(row["method"], row.get("pass", "")): row for row in peers.rows_of(methods, shape)}
+    result = rows_of(monkeypatch, methods, peers.ratios_of(methods))
+    rows = {(row["method"], row.get("pass", "")): row for row in result.rows}
     flex = rows["flex", BACKWARD]
-    assert (flex["ms"], flex["ours_ratio"], flex["one_pass_ratio"], flex["tflops"]) == (
-        "8.0000",
-        "0.25",
-        "0.312",
-        "0.5",
-    )
+    found = [flex[column] for column in ("ms", "ours_ratio", "one_pass_ratio", "tflops")]
+    assert found == ["8.0000", "0.25", "0.312", "0.5"]
     assert (flex["kl_error"], flex["dq_error"]) == ("1.00e-03", "nan")
     assert (rows["flex", STEP]["ours_ratio"], rows["flex", STEP]["one_pass_ratio"]) == ("0.25", "0.208")
-    assert rows["eager", ""]["note"] == "not measured: CUDA out of memory"
-    assert all(row.keys() <= set(peers.COLUMNS) for row in rows.values())
+    assert rows["eager", ""]["note"] == "not measured: CUDA out of memory" and not result.wrong
+    methods[3].is_peer = False
+    assert rows_of(monkeypatch, methods, peers.ratios_of(methods)).wrong == ["eager failed: CUDA out of memory"]
 
 
-def test_ratios_of_shapes_are_those_of_the_same_run():
-    timings = {("ours", name): timing for name, timing in timed(forward=1.25, backward=9.0, one_pass=10.0).items()}
-    timings["ours", shapes.FORWARD_GIVEN] = Timing([0.5])
-    timings |= {("base", name): timing for name, timing in timed(forward=1.0, backward=2.0, one_pass=2.2).items()}
-    timings |= {("cudnn", name): timing for name, timing in timed(forward=0.8, backward=2.5).items()}
+def test_ratios_of_shapes_are_those_of_the_same_run(monkeypatch):
     shape, errors = shapes.SHAPES[2], {"kl": 1e-6, "dq_t": float("nan"), "dq_s": 2e-3, "dk_t": 1e-3, "dk_s": 2e-3}
-    rows = {row["pass"]: row for row in shapes.rows_of(shape, timings, {FORWARD: "fast"}, errors)}
+    passes = timed(forward=1.25, backward=9.0, one_pass=10.0) | {
+        shapes.FORWARD_GIVEN: Timing([0.5]),
+        STEP: Timing([10.25]),
+    }
+    ours = Method("ours", flops={FORWARD: shape.flops(FORWARD)}, timings=passes, errors=errors)
+    others = {
+        "base": Method("base", timings=timed(forward=1.0, backward=2.0, one_pass=2.2) | {STEP: Timing([3.0])}),
+        "cudnn": Method("cudnn", timings=timed(forward=0.8, backward=2.5)),
+    }
+    result = rows_of(
+        monkeypatch,
+        [ours],
+        lambda method, name: shapes.columns_of(name, "fast", method, others),
+        others=others.values(),
+    )
+    rows = {row["pass"]: row for row in result.rows}
     assert (rows[BACKWARD]["base_ratio"], rows[BACKWARD]["cudnn_ratio"]) == ("4.5", "3.6")
     assert rows[ONE_PASS]["cudnn_ratio"] == "4", "compared with the backward"
-    assert rows[shapes.FORWARD_GIVEN]["base_ratio"] == "0.5"
-    assert rows[STEP]["ms"] == "10.2500" and rows[STEP]["base_ratio"] == "3.42"
+    assert rows[shapes.FORWARD_GIVEN]["base_ratio"] == "0.5" and rows[STEP]["base_ratio"] == "3.42"
     row = rows[FORWARD]
-    assert (row["dq_error"], row["dk_error"], row["kernel"]) == ("nan", "2.00e-03", "fast"), (
-        "the larger of both sides"
+    assert (row["dq_error"], row["dk_error"]) == ("nan", "2.00e-03"), "the larger of both sides"
+    assert (
+        row["tflops"] == f"{shape.flops(FORWARD) / 1.25e9:.1f}" and row["eager_ms"] == "" and row["kernel"] == "fast"
     )
-    assert row["tflops"] == f"{shape.flops(FORWARD) / 1.25e9:.1f}" and row["eager_ms"] == ""
 
 
-def test_ratios_of_indexers():
-    case = indexer.IndexerCase(8192, 64, 64, 128, 32, 128, 0, True)
-    flops, masks = {FORWARD: 2e12, STEP: 6e12}, ("forward, causal", "forward, full")
-    naive = method.Method("naive", flops=flops, timings={STEP: Timing([150.0])})
-    methods = [
-        method.Method("streamkl", flops=flops, timings={STEP: Timing([10.0])}, extra_bytes=2**20), naive,
-        method.Method("cudnn", flops=dict.fromkeys(masks, 1e12), timings=dict(zip(masks, (Timing([2.0]), Timing([1.0]))))),
-    ]  # fmt: skip
-    ours, *_ = indexer.rows_of(methods, case)
-    assert (ours["ms"], ours["tflops"], ours["naive_ratio"]) == ("10.0000", "600.0", "15")
-    assert (ours["of_cudnn_causal"], ours["of_cudnn_full"], ours["extra_bytes"]) == ("1.200", "0.600", 2**20)
-    methods[1:] = [method.Method("naive", refusal="out of memory")]
-    ours, refused = indexer.rows_of(methods, case)
-    assert ours["naive_ratio"] == ours["of_cudnn_full"] == "" and refused["note"] == "not measured: out of memory"
+def test_a_step_is_the_forward_and_the_backward_of_a_round():
+    method = Method("ours", {FORWARD: lambda: None, BACKWARD: lambda: None})
+    time_methods([method], torch.device("cpu"), rounds=3, sample_ms=1)
+    pairs = zip(method.timings[FORWARD].samples, method.timings[BACKWARD].samples)
+    assert method.timings[STEP].samples == [sum(pair) for pair in pairs] and len(method.timings[STEP].samples) == 3
 
 
 def test_percent_and_memory_are_those_over_the_step_without_the_loss():
-    timings = {step.NO_LOSS: Timing([20.0], 1000), step.GIVEN: Timing([25.0], 1500), step.COMPUTED: Timing()}
-    rows = {row["variant"]: row for row in step.rows_of(timings)}
-    assert rows.keys() == {step.NO_LOSS, step.GIVEN}
-    assert (rows[step.GIVEN]["percent"], rows[step.GIVEN]["more_bytes"]) == ("25.0", 500)
-    assert "percent" not in rows[step.NO_LOSS]
+    without, given = (
+        Method(name, timings={"": Timing([ms], peak)})
+        for name, ms, peak in (("no", 20.0, 1000), ("given", 25.0, 1500))
+    )
+    assert step.more_than(without, given) == {"percent": "25.0", "more_bytes": 500}
+    assert step.more_than(without, without) == step.more_than(Method("no"), given) == {}
 
 
 def test_a_table_shows_bytes_and_leaves_empty_columns_out():
@@ -256,21 +257,13 @@ def test_a_run_goes_on_after_a_case_that_fails(tmp_path, capsys):
         wrong = ["kl is off by 1"] if case.name == "wrong" else []
         return Result([{"case": case.name, "ms": "1"}], notes=["no peer"], wrong=wrong)
 
-    question = SimpleNamespace(
-        COLUMNS=["date", "commit", "case", "ms", "note"],
-        SHOWN=["ms"],
-        measure=measure,
-        columns_of=lambda case: {"case": case.name},
-    )
+    question = SimpleNamespace(COLUMNS=["date", "commit", "case", "ms", "note"], measure=measure)
     path = tmp_path / "new.csv"
     run = Run(question, SimpleNamespace(device="cpu", commit="C", seed=0, csv=path))
-    run.measure(Case("good"))
-    assert run.is_right
-    for name in "bad", "wrong":
+    for name in "good", "bad", "wrong":
         run.measure(Case(name))
-    run.finish()
-    assert not run.is_right and "wrong or missing: bad; wrong\n" in capsys.readouterr().out
-    rows = report.read_csv(path, question.COLUMNS)
+    assert run.wrong_cases == ["bad", "wrong"] and "failed: MemoryError: too large" in capsys.readouterr().out
+    rows = list(csv.DictReader(path.open(newline="")))
     assert [(row["case"], row["ms"], row["commit"], row["note"]) for row in rows] == [
         ("good", "1", "C", "no peer"), ("bad", "", "C", "failed: MemoryError: too large"), ("wrong", "1", "C", "kl is off by 1; no peer")
     ]  # fmt: skip

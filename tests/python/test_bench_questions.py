@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 from harness import attention  # noqa: E402
 from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepared_calls, random_tensors  # noqa: E402
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP  # noqa: E402
-from harness.method import PEER_WRONG, make_peer  # noqa: E402
-from harness.run import Run  # noqa: E402
+from harness.report import too_large  # noqa: E402
+from harness.run import PEER_WRONG, Run, make_peer  # noqa: E402
 from harness.timing import Prepared, Timing  # noqa: E402
 from peers.attention import PEERS  # noqa: E402
 from peers.linearard import linearard  # noqa: E402
@@ -53,8 +53,7 @@ def test_our_methods_agree_with_float64(shape):
         two_passes, one_pass = peers.ours(calls, exact.weight)
         for method in two_passes, one_pass:
             errors = exact.errors(method.step())
-            assert errors.keys() == {"kl", "dq_s", "dk_s"} and not exact.wrong(errors)
-    assert two_passes.explanation.startswith("forward: ") and "one-pass" in one_pass.explanation
+            assert errors.keys() == {"kl", "dq_s", "dk_s"} and not too_large(errors, exact.limits)
 
 
 def test_eager_pytorch_is_a_peer_and_another_loss_is_none():
@@ -117,7 +116,7 @@ def test_rows_of_a_run_with_peers(options):
     ours += [("deterministic", BACKWARD), ("deterministic", ONE_PASS)]
     others = [("dense" if options else "eager", name) for name in (FORWARD, BACKWARD, STEP)]
     assert found == ours + others + ([("dense", ONE_PASS)] if options else [])
-    assert result.rows[0]["note"].endswith(" of the dense rate" if options else "")
+    assert result.rows[0].get("note", "").endswith(" of the dense rate" if options else "")
 
 
 # ---- Shapes --------------------------------------------------------------------------------------------------------
@@ -148,13 +147,11 @@ def test_a_wrong_result_is_found(change, monkeypatch):
 
 
 def test_a_shape_is_timed_with_the_base_shape_and_eager_pytorch():
-    run, base = run_of(shapes, check=True, check_only=False, eager=True), short(shapes.BASE)
+    run, base = run_of(shapes, check=True, eager=True), short(shapes.BASE)
     result = shapes.measure(short(shapes.SHAPES[2]), run, base)
     rows = {row["pass"]: row for row in result.rows}
     assert not result.wrong and list(rows) == [FORWARD, FORWARD_GIVEN, BACKWARD, ONE_PASS, STEP]
-    assert float(rows[STEP]["ms"]) == pytest.approx(
-        float(rows[FORWARD]["ms"]) + float(rows[BACKWARD]["ms"]), abs=2e-4
-    )
+    assert float(rows[STEP]["ms"]) == pytest.approx(float(rows[FORWARD]["ms"]) + float(rows[BACKWARD]["ms"]), rel=0.5)
     one_pass = rows[ONE_PASS]
     assert float(one_pass["base_ratio"]) == pytest.approx(
         float(one_pass["ms"]) / float(one_pass["base_ms"]), rel=0.01
@@ -167,7 +164,7 @@ def test_a_shape_is_timed_with_the_base_shape_and_eager_pytorch():
     assert float(rows[FORWARD]["dk_error"]) < 2e-2
     capped = shapes.measure(replace(short(shapes.SHAPES[2]), softcap=50.0), run, base)
     assert "eager not measured: ValueError: only masks and shapes are compared with it" in capped.notes
-    alone = shapes.measure(base, run_of(shapes, check=False, check_only=False, eager=False), base)
+    alone = shapes.measure(base, run_of(shapes, check=False, eager=False), base)
     assert {row["base_ratio"] for row in alone.rows} == {"1"}
 
 
@@ -182,7 +179,7 @@ def test_the_step_of_teacher_groups_is_that_of_attention_kl(monkeypatch):
 def test_eager_pytorch_computes_the_same(shape):
     ours = prepared_calls(replace(short(shape), dtype_t="f32", dtype_s="f32"), CPU)
     ours.run(ONE_PASS)
-    eager = shapes.eager_calls(ours.tensors, ours.shape)
+    eager = shapes.eager(ours.tensors, ours.shape).calls
     torch.testing.assert_close(eager[FORWARD](), ours.rows["kl"], rtol=1e-4, atol=1e-5)
     results = eager[STEP]()
     for name, gradient in ours.gradients.items():
@@ -229,12 +226,12 @@ def test_indexer_methods_agree_with_float64(top_k, causal):
     whole = indexer.ExactRows(tensors, case, torch.arange(50))
     some = indexer.ExactRows(tensors, case, indexer.some_rows(case, CPU, 7))
     assert whole.exact.keys() == {"kl", "dq", "dk", "dw"} and some.exact.keys() == {"kl", "dq", "dw"}
-    for method in indexer.ours(tensors, case):
-        assert "dw_s" in method.explanation
+    methods, launches = indexer.ours(tensors, case)
+    assert any("dw_s" in line for line in launches)
+    for method in methods:
         results = method.step()
         for exact in (whole, some):
-            method.errors = exact.errors(results)
-            assert not indexer.wrong_of(method)
+            assert not too_large(exact.errors(results), exact.limits)
     naive = indexer.naive(tensors, case)
     assert all(error <= PEER_WRONG for error in whole.errors(naive.step()).values())
     naive = indexer.naive(in_float64(tensors), case)
@@ -246,9 +243,12 @@ def test_pooled_teachers_agree_with_float64(top_blocks):
     given = dict(block=8, top_blocks=top_blocks, index_heads=2, causal=True)
     case = replace(pooled.cases(SimpleNamespace(**given))[0], length=50, heads=4, key_heads=2, dim=32, index_dim=16)
     for name, pooling in pooled.teachers(case.block).items():
-        method = pooled.ours(name, replace(case, pooling=pooling), CPU, exact_rows=50)
-        assert method.errors.keys() == {"kl", "dq", "dk", "dw"} and not indexer.wrong_of(method)
-        assert method.calls.keys() == {f"{name}{how}" for name in (FORWARD, STEP) for how in ("", pooled.COMPUTED)}
+        methods, lines = pooled.examined(name, replace(case, pooling=pooling), CPU, exact_rows=50)
+        assert [method.name for method in methods] == [name, f"{name}, no LSE given"] and lines[0].startswith(
+            f"{name}: "
+        )
+        for method in methods:
+            assert method.errors.keys() == {"kl", "dq", "dk", "dw"} and not method.wrong and not method.refusal
 
 
 def test_gradients_of_naive_chunks_add_up(monkeypatch):
@@ -306,10 +306,11 @@ def test_rows_of_an_indexer():
     for no_naive in False, True:
         result = indexer.measure(small_indexer(9), run_of(indexer, no_naive=no_naive, tilelang=None))
         assert not result.wrong and result.lines[3].startswith("N=50, naive, f64: relative errors: kl ")
+        assert all(row["naive_ratio"] for row in result.rows if row["method"] == "streamkl") is not no_naive
         found = {row["method"] for row in result.rows if row.get("ms")}
         assert found == {"streamkl", "no LSE given"} | (set() if no_naive else {"naive"})
         notes = {row["method"]: row["note"] for row in result.rows if "note" in row}
-        assert notes.keys() == {"cudnn"} | ({"naive"} if no_naive else set())
+        assert notes.keys() == ({"naive"} if no_naive else set())
         assert not no_naive or notes["naive"].startswith(
             "not measured: --no-naive; its teacher scores alone, [4, 50, 9]"
         )
@@ -358,10 +359,10 @@ def test_rows_of_steps():
     run = run_of(step, attention="cpu")
     bad = step.measure(setup(step.LAYERS, replace(STUDENTS[0], heads=5, key_heads=5)), run)
     assert bad.wrong[0].startswith("LSEs given failed: ValueError: q_t [1, 8, 24, 16]")
-    assert [row["variant"] for row in bad.rows] == [step.NO_LOSS]
+    assert [row["method"] for row in bad.rows if row.get("ms")] == [step.NO_LOSS]
     for kind, attention_of, student in (step.LAYERS, "cpu", STUDENTS[1]), (step.HUGGING_FACE, "sdpa", STUDENTS[2]):
         result = step.measure(setup(kind, student), run)
-        assert not result.wrong and [row["variant"] for row in result.rows] == list(step.VARIANTS[kind])
+        assert not result.wrong and [row["method"] for row in result.rows] == list(step.VARIANTS[kind])
         assert {row["attention"] for row in result.rows} == {attention_of}
         assert ["percent" in row for row in result.rows] == [
             variant != step.NO_LOSS for variant in step.VARIANTS[kind]
@@ -377,26 +378,35 @@ def test_statistics_and_flex_attention_agree_with_float64(causal, monkeypatch):
     shape = stats.case("", dim=16, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=2, length=128, causal=causal)
     calls = stats.StatsCalls(shape, CPU)
     sums = stats.flex(calls)().exp()
-    assert not calls.errors(sums)
-    assert [line.split()[0] for line in calls.errors(sums + 0.1)] == [stats.FLEX]
+    assert not calls.wrong(sums)
+    assert [line.split()[0] for line in calls.wrong(sums + 0.1)] == [stats.FLEX]
+
+
+def test_rows_of_statistics(monkeypatch):
+    monkeypatch.setattr("peers.attention.compiled", lambda function: function)
+    shape = stats.case("", dim=16, heads_t=4, heads_s=4, key_heads_t=2, key_heads_s=2, length=128)
+    result = stats.measure(shape, run_of(stats))
+    rows = {row["method"]: row for row in result.rows}
+    assert not result.wrong and rows[stats.KL]["kl_ratio"] == "1.000" and rows[stats.STATS]["extra_bytes"] > 0
+    assert list(rows) == [stats.KL, stats.STATS, stats.WITH_LSE, stats.WEIGHTED, stats.TOP, stats.SDPA, stats.FLEX]
+    assert rows[stats.SDPA]["note"].startswith("not measured: "), "there is no cuDNN on a CPU"
 
 
 # ---- The host ------------------------------------------------------------------------------------------------------
 
 
 def test_host_times():
-    for name, call in overhead.host_calls(CPU, (1, 2, 3, 4), "f32").items():
-        assert overhead.host_microseconds(call, CPU, calls=1, samples=2) > 0, name
+    shape = Shape("", 2, 2, 4, 2, 2, 4, length=3, dtype_t="f32", dtype_s="f32")
+    for name, run in overhead.host_calls(shape, CPU).items():
+        assert overhead.host_microseconds(run, CPU, calls=1, samples=2) > 0, name
     assert overhead.import_seconds() > 0
 
 
 def test_cpu_attention_is_compared_call_by_call():
-    case = cpu_attention.Case(1, "f32", 2, 32, 16, "causal")
-    result = cpu_attention.measure(case, run_of(cpu_attention))
-    rows = {row["call"]: row for row in result.rows}
+    case = cpu_attention.case(32, 16, "causal", 2, "f32")
+    result = cpu_attention.measure(case, run_of(cpu_attention, threads=1))
+    rows = {row["method"]: row for row in result.rows}
     assert not result.wrong and list(rows) == ["sdpa forward", "forward", "sdpa step", "step", "one pass"]
     expected = float(rows["one pass"]["ms"]) / float(rows["sdpa step"]["ms"])
-    assert (
-        float(rows["one pass"]["sdpa_ratio"]) == pytest.approx(expected, abs=0.01)
-        and not rows["sdpa step"]["sdpa_ratio"]
-    )
+    assert float(rows["one pass"]["sdpa_ratio"]) == pytest.approx(expected, abs=0.01)
+    assert not rows["sdpa step"]["sdpa_ratio"]
