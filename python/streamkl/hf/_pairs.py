@@ -281,6 +281,7 @@ class Pair:
 
     def has_same_keys(self, cache: RowCache) -> bool:
         """Both attend to the same keys, so that their LSEs are those of the KL."""
+        self._check()
         return cache.common(self.t.visible, self.s.visible)[1]
 
     def _logits(self, relation: Relation, temperature: float) -> dict[str, Any]:
