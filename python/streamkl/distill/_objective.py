@@ -162,7 +162,8 @@ class Outputs:
 def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
     """Whether the logits are the head's output for the last hidden states: not for models that scale or cap them."""
     was_training = model.training
-    ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    # Several tokens: the embedding of padding, often token 0, may be 0, and so are its logits then, whatever the model does.
+    ids = torch.arange(8, device=model.device)[None] % model.get_input_embeddings().num_embeddings
     logits = model.eval()(input_ids=ids).logits
     plain = head(model.base_model(input_ids=ids).last_hidden_state)
     model.train(was_training)
