@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import re
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +17,17 @@ from accelerate import Accelerator
 from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights
 from safetensors.torch import load_file
 from hf_models import bert, kl_from_attentions, llama
-from transformers import AutoModel, LlamaForCausalLM
+from transformers import AutoModel, BertForMaskedLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from streamkl.distill import _data as data
+from streamkl.distill import _device as devices
 from streamkl.distill import _loop as loop
+from streamkl.distill import cli, distil
 from streamkl.distill._checkpoint import to_json
+from streamkl.distill._evaluate import _heads_of
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
+from streamkl.distill._output import summary
 from streamkl.distill._options import Options, Parser, UserError, add_arguments, options_from, read_toml
 from streamkl.distill._student import load_student, load_teacher
 from streamkl.distill.cli import main
@@ -245,6 +250,17 @@ def test_a_teacher_that_finds_no_needle(folder, monkeypatch, capsys):
     assert "--head-weight=retrieval: no head of the teacher finds a needle" in capsys.readouterr().err
 
 
+def test_lengths_without_room_for_a_needle(folder, monkeypatch):
+    """They are left out; a line of the log per three steps; the best student is the first that was measured."""
+    monkeypatch.setattr(loop.Run, "best", property(lambda run: run.measured[0]))
+    options = dict(needle_lengths=f"8,{CONTEXT}", log_every=3, eval_every=1, steps=2)
+    assert run(folder, "rare", **options) == 0
+    assert [each["length"] for each in evaluation(folder / "rare")["after"]["retrieval"]] == [CONTEXT]
+    lines = [json.loads(line) for line in (folder / "rare/log.jsonl").read_text().splitlines()]
+    assert ["loss" in line for line in lines] == [False, True, False]
+    assert "at step 1" in (folder / "rare/best/README.md").read_text()
+
+
 def test_start_context():
     """Lengths double, and each takes half as many steps as the one before."""
     lengths = [Options(context=64, start_context=8, steps=150).length_at(step) for step in range(150)]
@@ -276,6 +292,19 @@ def test_short_sequences_are_parts_of_long_ones(folder):
     a, b = weights(folder / "short"), weights(folder / "cut")
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+
+
+def test_masked_language_models_of_other_vocabularies(tmp_path):
+    """Neither an output KL nor a language loss is measured."""
+    for name, size in ("teacher", 100), ("student", 104):
+        config = bert(vocabulary=size).config
+        BertForMaskedLM._from_config(config).save_pretrained(tmp_path / name)
+    np.save(tmp_path / "data.npy", np.zeros((4, CONTEXT), np.int32))
+    models = [f"--{name}={tmp_path / name}" for name in ("teacher", "student")]
+    assert main(["eval", "--cpu", *models, f"--data={tmp_path / 'data.npy'}", f"--context={CONTEXT}", "--needles=0",
+                 "--eval-sequences=2", f"--out={tmp_path / 'out'}"]) == 0  # fmt: skip
+    found = evaluation(tmp_path / "out")["student"]
+    assert found["kl"] > 0 and found["output_kl"] is None and not found["language_sequence"]
 
 
 def test_encoder(tmp_path):
@@ -435,6 +464,8 @@ def test_packed_lines_parquet_and_datasets(folder, tmp_path, monkeypatch):
 
 ERRORS = {
     "context=1": (dict(context=1), "--context=1: must be 2.."),
+    "no teacher": (dict(teacher=None), "--teacher: is missing"),
+    "no data": (dict(data=None), "--data: is missing"),
     "no loss": (dict(attention_weight=0, output_weight=0), "at least one must be above 0"),
     "no control": (["--control", "--output-weight", "0"], "--control: needs"),
     "no comparison": (["--control", "--eval-sequences", "0"], "--control: needs --eval-sequences above 0"),
@@ -458,6 +489,24 @@ ERRORS = {
         "--layer-weight=[0.0, 0.0]: must not be negative, and one must be above 0",
     ),
     "layer weights": (dict(layer_weight="1"), "--layer-weight=[1.0]: must have 2 numbers, one per student layer"),
+    "cut sequences": (
+        ["--context-parallel", "5"],
+        "--context-parallel=5: --context and --start-context must be multiples",
+    ),
+    "sampled rows": (
+        ["--context-parallel", "2", "--sample-rows", "0.5"],
+        "must be multiples of twice as many, and --sample-rows 1",
+    ),
+    "cut weights": (
+        ["--context-parallel", "2", "--row-weight", "far"],
+        "--row-weight=far: must be left out with --context-parallel",
+    ),
+    "processes": (["--context-parallel", "2"], "--context-parallel=2: must divide 1, the number of processes"),
+    "measurements": (
+        ["--eval-every", "1", "--eval-sequences", "0"],
+        "--eval-every=1: needs --eval-sequences above 0",
+    ),
+    "either": (["--resume", "--overwrite"], "--resume and --overwrite: only one of them"),
     "TOML": (["--options", "nowhere.toml"], "nowhere.toml: "),
 }
 
@@ -493,6 +542,13 @@ def test_broken_data(folder, tmp_path, name, content, message):
         data.load_all([str(path)], Options(context=CONTEXT), Words(), teacher)
 
 
+def test_special_tokens_alone_are_no_sequence(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("abc")
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    with pytest.raises(UserError, match="--context=2: must be above 2, the special tokens of a sequence"):
+        data.load_all([str(tmp_path / "a.txt")], Options(context=2), Words(), teacher)
+
+
 def test_sequences_with_special_tokens_cannot_be_cut(folder, tmp_path):
     (tmp_path / "a.txt").write_text("abcdef" * 20)
     teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
@@ -521,6 +577,64 @@ def test_a_diverged_run_stops_with_a_report(folder, capsys):
     document = browser.document_of((folder / "diverged/report.html").read_text())
     assert "The run stopped: step 2 of 6 diverged" in document["lead"]
     assert (folder / "diverged/log.jsonl").read_text().count("\n") == 1
+
+
+def test_a_fault_of_the_program_is_no_mistake_of_the_user(monkeypatch):
+    def fail(_):
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(cli, "_distil", fail)
+    with pytest.raises(ValueError, match="a fault"):
+        main([])
+
+
+def test_packages_and_models_that_are_missing(monkeypatch, capsys):
+    assert main(["eval", "--teacher", "x", "--data", "y"]) == 2
+    assert "--student: is missing" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "accelerate" else name)
+    assert main(["--teacher", "x", "--data", "y"]) == 2
+    assert "needs accelerate: pip install 'streamkl[distill]'" in capsys.readouterr().err
+
+
+def test_processes_that_form_no_group(monkeypatch):
+    monkeypatch.setattr(devices, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes were started, and accelerate has formed a group of 1"):
+        devices.make_accelerator(Options(cpu=True))
+
+
+def test_fsdp_of_accelerate_is_refused():
+    accelerator = SimpleNamespace(distributed_type=loop.DistributedType.FSDP)
+    with pytest.raises(UserError, match="accelerate's FSDP: leave it out of its configuration and pass --shard"):
+        loop.Run._wrap(SimpleNamespace(options=Options(), accelerator=accelerator))
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(monkeypatch):
+    with loop._Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.pressed == 1
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    # An evaluation asks, too: an exception within a callback of C does not reach it.
+    monkeypatch.setattr(loop, "evaluate", lambda *_, progress, **__: progress(1, 2))
+    run = SimpleNamespace(
+        _is_main=False, interrupts=interrupts, accelerator=SimpleNamespace(autocast=None), options=None
+    )
+    run.teacher = run.student = run.held_out = run.wrapped = None
+    with pytest.raises(KeyboardInterrupt):
+        loop.Run._evaluate(run, "now")
+
+
+def test_a_run_of_no_steps_has_no_summary():
+    assert summary(SimpleNamespace(before=None, after=None, history=[], measured=[]), None) == ""
+
+
+def test_heads_of_a_head_map():
+    assert _heads_of(SimpleNamespace(heads={0: 3, 2: 1})) == [[0, 3], [2, 1]]
+
+
+def test_the_package_has_the_function_of_the_command():
+    assert distil is loop.distil
 
 
 def test_numbers_that_json_does_not_have():

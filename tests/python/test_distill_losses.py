@@ -5,8 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_models import batch, bert, gemma2, llama
+
 from streamkl.distill import _output_losses as chunked
-from streamkl.distill._objective import next_tokens
+from streamkl.distill._objective import Objective, Outputs, next_tokens
+from streamkl.distill._options import Options, UserError
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 50, 8, 3, 11
 
@@ -108,3 +111,34 @@ def test_no_tensor_has_tokens_times_vocabulary(monkeypatch):
     with Largest() as largest:
         chunked.output_losses(head_t, head_s, hidden_t, hidden_s, labels, (1.0, 1.0), 30)[0].backward()
     assert largest.numel == VOCABULARY * WIDTH  # the gradient of the head
+
+
+def test_logits_that_are_not_those_of_a_linear_head():
+    """Gemma 2 caps them: they are compared themselves."""
+    model, ids = gemma2(), batch()["input_ids"]
+    model.config.final_logit_softcapping = 0.01
+    outputs = Outputs(model)
+    assert type(outputs.head) is torch.nn.Identity
+    assert torch.equal(outputs.hidden(ids), model(input_ids=ids).logits)
+
+
+def test_layers_of_hidden_states_are_spread_evenly():
+    teacher, student, ids = llama(layers=4), llama(layers=2), batch()["input_ids"]
+    found = [
+        Objective(
+            teacher, student, Options(attention_weight=0, output_weight=0, hidden_weight=1.0, layer_map=layers), {}
+        )(ids)
+        for layers in ([], [1, 3], [0, 1])
+    ]
+    assert found[0]["hidden"] == found[1]["hidden"] != found[2]["hidden"]
+
+
+@pytest.mark.parametrize("models, weights, message", [
+    ((bert, bert), dict(language_weight=1.0), "--language-weight: BertModel predicts no next token"),
+    ((llama, bert), {}, "--output-weight: only one of teacher and student has a language head"),
+    ((bert, lambda: bert(hidden=64)), {}, "--output-weight: hidden_size is 32 in the teacher and 64 in the student"),
+    ((llama, lambda: llama(hidden=64)), dict(hidden_weight=1.0), "--hidden-weight: hidden_size is 32 in the teacher and 64"),
+])  # fmt: skip
+def test_models_without_the_output_of_a_loss(models, weights, message):
+    with pytest.raises(UserError, match=message):
+        Objective(*(make() for make in models), Options(**weights), {})

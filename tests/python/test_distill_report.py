@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from types import SimpleNamespace
 
 import browser
 import numpy as np
@@ -153,3 +154,11 @@ def test_report_in_a_browser(report, tmp_path, width, dark):
         )
     )
     browser.check_report(path, tmp_path, width, dark, maps=12)
+
+
+def test_a_control_of_models_without_a_language_loss():
+    found = {
+        name: SimpleNamespace(kl=kl, language_sequence={})
+        for name, kl in (("before", 3.0), ("after", 1.0), ("control", 2.0))
+    }
+    assert verdict(found) == "The attention KL fell from 3 to 1 nats, to 2 without the attention loss."

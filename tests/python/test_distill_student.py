@@ -1,5 +1,7 @@
 """Students that streamkl-distill makes from a teacher: layers and heads of architectures whose layers differ."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,15 @@ from distill_cases import make_teacher, run, weights
 from hf_models import gpt_oss
 from hf_trainer_cases import make_tokenizer
 
-from streamkl.distill._make_student import make_student
+from streamkl.distill import _student as sources
+from streamkl.distill._make_student import (
+    _config_of,
+    _difference,
+    _Sizes,
+    _start_from,
+    _with_fewer_heads,
+    make_student,
+)
 from streamkl.distill._options import Options, UserError
 
 SMALL = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=4, pad_token_id=0)
@@ -170,3 +180,102 @@ def test_another_tokenizer_of_the_same_size(tmp_path, capsys):
     assert (
         f"--student {tmp_path / 'student'}: its tokenizer differs" in error and "token 4 is 'w2', not 'w1'" in error
     )
+
+
+class TwoWords:
+    """A tokenizer that splits every text in the same way."""
+
+    def __init__(self, split):
+        self.split = split
+
+    def get_vocab(self):
+        return {"a": 0, "b": 1}
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": self.split}
+
+
+def test_a_tokenizer_that_splits_other_words(monkeypatch):
+    """Vocabularies may be equal where merges are not."""
+    options = Options(student="folder")
+    monkeypatch.setattr(sources, "_tokenizer_of", lambda given: TwoWords([0, 1]))
+    sources.check_tokenizers(options, TwoWords([0, 1]))
+    with pytest.raises(UserError, match=r"its tokenizer splits .* into \[0, 1\], and that of the data into \[1, 0\]"):
+        sources.check_tokenizers(options, TwoWords([1, 0]))
+
+
+def test_progress_bars_stay_off():
+    logging = transformers.utils.logging
+    assert logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with sources.without_bars():
+            pass
+        assert not logging.is_progress_bar_enabled()
+    finally:
+        logging.enable_progress_bar()
+
+
+# ---- Teachers that no student is made of -------------------------------------------------------------------------------
+
+
+class FourLayers(transformers.LlamaForCausalLM):
+    """Ignores the number of layers of its config."""
+
+    def __init__(self, config):
+        config.num_hidden_layers = 4
+        super().__init__(config)
+
+
+class FourHeads(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        if config.num_attention_heads != 4:
+            raise ValueError("four heads")
+        super().__init__(config)
+
+
+class TwoStacks(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.more = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in self.model.layers)
+
+
+@pytest.mark.parametrize("kind, options, message", [
+    (FourLayers, dict(student_layers=2), "--student-layers=2: FourLayers still has 4 layers"),
+    (FourHeads, dict(student_heads=2), "FourHeads does not run with 4 layers, 2 heads and 2 key heads: ValueError"),
+    (TwoStacks, dict(student_layers=2), "TwoStacks has 2 lists of 4 layers, not one"),
+    (FourLayers, dict(student_heads=2, student_key_heads=4), "--student-key-heads=4: must divide 2, the student's heads"),
+])  # fmt: skip
+def test_teachers_that_do_not_follow_their_config(kind, options, message):
+    config = transformers.LlamaConfig(**SMALL, num_hidden_layers=4)
+    with pytest.raises(UserError, match=message):
+        made(kind._from_config(config), **options)
+
+
+def test_numbers_of_layers_in_a_config():
+    """The student's layers have the numbers of their own places."""
+    teacher = smollm3()
+    teacher.config.mlp_only_layers = [1, 3]
+    sizes = _Sizes(Options(student_layers=3), teacher)
+    assert _config_of(teacher, sizes, [0, 1, 3]).mlp_only_layers == [1, 2]
+
+
+class Weight(torch.nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(shape))
+
+
+def test_layers_that_are_no_copies():
+    sizes = SimpleNamespace(has_other_heads=False, has_rope=True)
+    assert _difference(torch.nn.ReLU(), torch.nn.GELU(), sizes) == "the layer is a GELU, not a ReLU"
+    assert _difference(Weight(2, 3), Weight(3, 2), sizes) == "its weights have other shapes"
+    assert _difference(Weight(2, 3), Weight(2, 3), sizes) == ""
+
+
+def test_weights_that_are_not_known():
+    sizes = SimpleNamespace(heads_t=4, heads=2, key_heads_t=2, key_heads=1)
+    with pytest.raises(UserError, match="weight: the teacher has no such weight"):
+        _start_from(Weight(2), torch.nn.ReLU(), "layers", [], sizes, pick=False)
+    with pytest.raises(UserError, match=r"gate is \[4, 3\] in the teacher and \[2, 3\] .* a head's is not known"):
+        _with_fewer_heads("gate", torch.zeros(4, 3), torch.Size([2, 3]), sizes, pick=False)

@@ -1,6 +1,8 @@
 """Ways to use the distiller that once trained nothing, or the wrong thing, without a word."""
 
 import copy
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,11 @@ from hf_models import batch, bert, gemma2, kl_from_attentions, llama, llama4, lo
 
 from streamkl import Parallel
 from streamkl.hf import AttentionDistiller
+from streamkl.hf._capture import _configs
+from streamkl.hf._compare import compare_captured
+from streamkl.hf._maps import check_against_configs
+from streamkl.hf._pairs import Pair
+from streamkl.hf._parameters import _tensors
 
 
 # ---- A KL that trains nothing ----------------------------------------------------------------------------------------
@@ -279,3 +286,99 @@ def test_a_context_parallel_region_without_a_known_group_is_an_error():
                 distiller.loss()
         finally:
             torch_region._disable_cp_dtensor_dispatcher()
+
+
+def test_a_teacher_whose_forward_is_not_captured():
+    teacher, student = llama(), llama()
+    with AttentionDistiller(teacher, student) as distiller:
+        distiller.teacher.takes = lambda: False
+        student(**batch())
+        with pytest.raises(RuntimeError, match="the forward of the teacher, LlamaForCausalLM, was not captured"):
+            distiller.loss()
+
+
+def test_a_teacher_in_training_mode():
+    """An attached one is in eval mode; compiled code does not ask."""
+    teacher, student = llama(), llama()
+    with AttentionDistiller(teacher, student) as distiller:
+        teacher(**batch())
+        distiller.teacher.step.training = True
+        student(**batch())
+        with pytest.raises(RuntimeError, match="the compiled teacher ran in training mode: call teacher.eval"):
+            distiller.loss()
+
+
+@pytest.mark.parametrize("options, message", [
+    (dict(sample_rows=0.5), "sample_rows=0.5: must be 1 under context parallelism"),
+    (dict(row_weight="kl"), "row_weight='kl': must be None under context parallelism"),
+    (dict(rows="labels"), "rows='labels': a shard of labels does not contain the next token of all its rows"),
+])  # fmt: skip
+def test_what_context_parallelism_does_not_have(options, message):
+    student = llama()
+    with AttentionDistiller(llama(), student, verify="never", **options) as distiller:
+        student(**batch(), labels=batch()["input_ids"])
+        distiller.parallel = lambda: Parallel(layout="zigzag")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # verify="never": nothing is said about proofs
+            with pytest.raises(ValueError, match=message):
+                distiller.loss()
+
+
+def test_no_comparison_of_shards():
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**batch())
+        distiller.pairs()
+        distiller.parallel = lambda: Parallel()
+        with pytest.warns(UserWarning, match="are not proven"), pytest.raises(RuntimeError, match="without context parallelism"):
+            compare_captured(distiller)
+
+
+def test_tokens_of_other_models():
+    student, inputs = llama(), batch()
+    with AttentionDistiller(llama(), student, check_input=False) as distiller:
+        distiller.teacher.model(input_ids=inputs["input_ids"][:, :9])
+        student(**inputs)
+        with pytest.raises(ValueError, match=r"\[3, 9, 9\] and \[3, 17, 17\] must be equal: did both read the same tokens"):
+            distiller.loss()
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match="student: int must be a transformers model"):
+        AttentionDistiller(llama(), 3)
+
+
+def test_an_implementation_that_changed_meanwhile_stays():
+    """detach() gives back only what attach() has replaced; a second one changes nothing."""
+    teacher, student = llama(), llama()
+    with AttentionDistiller(teacher, student) as distiller:
+        student.set_attn_implementation("eager")
+        distiller.detach()
+        distiller.detach()
+        distiller.reset()
+    assert (teacher.config._attn_implementation, student.config._attn_implementation) == ("sdpa", "eager")
+
+
+def test_configs_inside_of_configs(monkeypatch):
+    student = llama()
+    kind = type(student.config)
+    monkeypatch.setattr(kind, "sub_configs", {"inner": kind, "none": kind})
+    student.config.inner = kind()
+    assert _configs(student) == [student.config, student.config.inner]
+
+
+def test_heads_are_checked_where_configs_tell():
+    """A config without the number of heads tells nothing."""
+    plain = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False, get_text_config=lambda **_: SimpleNamespace()))
+    check_against_configs(None, {0: {9: 9}}, plain, plain)
+
+
+def test_outputs_without_a_graph():
+    tensors = [torch.ones(2, requires_grad=True), torch.ones(2), torch.ones(2, dtype=torch.int64)]
+    assert [each is tensors[0] for each in _tensors({"logits": tensors[0], "others": tensors[1:]})] == [True]
+
+
+def test_a_pair_of_shards_has_no_padding():
+    pair = Pair("layer 0", None, None, None)
+    with pytest.raises(ValueError, match="layer 0: padding and packed sequences are not supported under context parallelism"):
+        pair._of_shards({}, SimpleNamespace(queries=object()))

@@ -12,10 +12,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 from streamkl.hf import AttentionDistiller, _proof, capture
-from streamkl.hf._keys import Refused, keys_in_window, keys_of_function, keys_of_sequences, keys_of_tensor
-from streamkl.hf._layers import _of_layers, _read_flash
+from streamkl.hf._keys import Keys, Refused, keys_in_window, keys_of_function, keys_of_sequences, keys_of_tensor
+from streamkl.hf._layers import KeyReader, _of_layers, _read_flash
 from streamkl.hf._pair_proof import _prove
 from streamkl.hf._pairs import RowCache
+from streamkl.hf._rows import pack_rows
 
 # ---- Attention that differs from its arguments -----------------------------------------------------------------------
 
@@ -228,6 +229,49 @@ def _same(keys, shown):
 def test_keys_with_other_gaps_differ():
     a, b, c = (keys_of_tensor(torch.tensor([[1, *gap, 1]]), 4, 4) for gap in ([1, 0], [0, 1], [1, 0]))
     assert a.equals(c) and not a.equals(b)
+
+
+def test_equal_keys():
+    keys = keys_in_window(float("inf"), 0, 4, 4, "cpu")
+    assert keys.both(keys) is keys
+    assert not keys.equals(keys_in_window(float("inf"), 0, 3, 4, "cpu"))
+    assert not keys.equals(keys_of_tensor(torch.tensor([[1, 1, 1, 0]]), 4, 4))
+
+
+@pytest.mark.parametrize("shape, message", [
+    ((2, 3), r"receives an attention mask \[2, 3\] for 4 keys"),
+    ((2, 1, 3, 4), r"receives an attention mask \[2, 1, 3, 4\] for 4 queries and 4 keys"),
+    ((2, 4, 4), r"receives an attention mask \[2, 4, 4\] for 4 queries and 4 keys"),
+])  # fmt: skip
+def test_masks_of_other_sizes(shape, message):
+    with pytest.raises(Refused, match=message):
+        keys_of_tensor(torch.ones(shape), 4, 4)
+
+
+def call_with(mask, len_q=4, len_k=4):
+    query, key = torch.zeros(1, 1, len_q, 2), torch.zeros(1, 1, len_k, 2)
+    return SimpleNamespace(query=query, key=key, mask=mask, causal=True, implementation="sdpa", options={})
+
+
+def test_masks_of_other_kinds():
+    """A BlockMask is evaluated; a static cache and anything else are refused."""
+    causal = SimpleNamespace(mask_mod=lambda b, h, q, k: k <= q)
+    _same(KeyReader(None)(call_with(causal)), torch.ones(1, 4, 4).tril().bool())
+    with pytest.raises(Refused, match="has 4 queries and 6 keys of a static cache"):
+        KeyReader(None)(call_with(None, len_k=6))
+    with pytest.raises(Refused, match="receives an attention mask of type str, which cannot be evaluated"):
+        KeyReader(None)(call_with("causal"))
+
+
+def test_ranges_that_move_backward():
+    keys = Keys(torch.tensor([[1, 0]]), torch.tensor([[2, 1]]), None, 2)
+    with pytest.raises(ValueError, match="layer 0: the keys of row 1 of sequence 0 begin or end before those of the row above"):
+        pack_rows(keys, None, 1, "layer 0")
+
+
+def test_models_in_float64_are_refused():
+    with pytest.raises(ValueError, match=r"computes in torch.float64: must be torch.float32, torch.float16 or"):
+        loss_of(llama().double(), llama(), batch())
 
 
 def test_closed_forms_are_those_of_the_evaluation():
