@@ -1,11 +1,10 @@
 /* A libFuzzer target: for any input, the parsers accept only tensors inside the file.
  *
  * Each input is parsed unchanged, and after a valid prefix of each format, so that mutations reach the header. */
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
+#include "caught.h"
 #include "cli/io/tensor_file.h"
+
+#include <stdlib.h>
 
 static volatile unsigned char sink;
 
@@ -15,24 +14,29 @@ static void read_bytes(const unsigned char *bytes, size_t size)
         sink = bytes[i];
 }
 
-static void parse_and_read(const unsigned char *bytes, size_t size)
+static void read_tensors(tensor_file *file)
 {
-    tensor_error error;
-    tensor_file *const file = tensor_file_parse(bytes, size, "fuzz", &error);
-    if (!file)
-        return;
-    const stored_tensor *tensor;
-    for (size_t i = 0; (tensor = tensor_file_at(file, i)); i++) {
+    for (size_t i = 0; i < file->tensor_count; i++) {
+        const stored_tensor *const tensor = &file->tensors[i];
         read_bytes(tensor->bytes, tensor->size);
-        const unsigned char *const data = tensor_file_data(file, tensor, &error);
-        if (!data)
+        if (!tensor->supported)
             continue;
+        const unsigned char *const data = tensor_file_data(file, tensor);
         if ((uintptr_t)data % tensor_dtype_size(tensor->dtype) != 0)
             abort();
         read_bytes(data, tensor->size);
     }
-    tensor_file_find(file, "q_t", &error);
-    tensor_file_close(file);
+    tensor_file_find(file, "q_t");
+    tensor_file_names(file);
+}
+
+static void parse_and_read(const unsigned char *bytes, size_t size)
+{
+    static tensor_file file;
+    CATCH(tensor_file_parse(&file, bytes, size, "fuzz"));
+    if (caught.text[0] == '\0')
+        read_tensors(&file);
+    tensor_file_close(&file);
 }
 
 static void parse_after_prefix(const void *prefix, size_t prefix_size, const uint8_t *input, size_t input_size)

@@ -16,6 +16,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "caught.h"
 #include "cli/io/mapped_file.h"
 
 enum { PAGES = 4, TICK_US = 20000 }; /* file times advance at least that often */
@@ -50,31 +51,28 @@ static void remove_file(fixture *f)
     unlink(f->path);
 }
 
-static mapped_file *open_file(const fixture *f)
+static void open_file(mapped_file *file, const fixture *f)
 {
-    tensor_error error = {""};
-    mapped_file *const file = mapped_file_open(f->path, &error);
-    assert_string_equal(error.text, "");
-    assert_non_null(file);
-    assert_int_equal(mapped_file_size(file), f->size);
-    return file;
+    mapped_file_open(file, f->path);
+    assert_int_equal(file->size, f->size);
 }
 
 static int sum_of(const mapped_file *file)
 {
     int sum = 0;
-    for (size_t at = 0; at < mapped_file_size(file); at++)
-        sum += mapped_file_bytes(file)[at];
+    for (size_t at = 0; at < file->size; at++)
+        sum += file->bytes[at];
     return sum;
 }
 
+/* "": the file has not changed. */
 static void expect_changed(const fixture *f, const mapped_file *file, const char *message)
 {
-    char expected[200];
-    snprintf(expected, sizeof expected, "%s: %s", f->path, message);
-    tensor_error error = {""};
-    assert_false(mapped_file_unchanged(file, f->path, &error));
-    assert_string_equal(error.text, expected);
+    char expected[200] = "";
+    if (message[0])
+        snprintf(expected, sizeof expected, "%s: %s", f->path, message);
+    CATCH(mapped_file_check(file, f->path));
+    assert_string_equal(caught.text, expected);
 }
 
 static void reading_changes_nothing(void **state)
@@ -82,14 +80,15 @@ static void reading_changes_nothing(void **state)
     (void)state;
     fixture f;
     make_file(&f);
-    mapped_file *const file = open_file(&f);
-    assert_int_equal(sum_of(file), f.size);
-    assert_true(mapped_file_unchanged(file, f.path, NULL));
+    mapped_file file;
+    open_file(&file, &f);
+    assert_int_equal(sum_of(&file), f.size);
+    expect_changed(&f, &file, "");
     assert_int_equal(usleep(TICK_US), 0);
     assert_int_equal(unlink(f.path), 0); /* replaced by another file of the name: the mapping keeps the old one */
-    assert_true(mapped_file_unchanged(file, f.path, NULL));
-    assert_int_equal(sum_of(file), f.size);
-    mapped_file_close(file);
+    expect_changed(&f, &file, "");
+    assert_int_equal(sum_of(&file), f.size);
+    mapped_file_close(&file);
     remove_file(&f);
 }
 
@@ -102,17 +101,19 @@ static void truncation_is_reported(void **state)
     make_file(&other);
     for (size_t left = 0; left < f.size; left += f.size / 2 - 1) { /* nothing, within a page, nearly everything */
         assert_int_equal(ftruncate(f.fd, (off_t)f.size), 0);
-        mapped_file *const file = open_file(&f), *const second = open_file(&other);
+        mapped_file file, second;
+        open_file(&file, &f);
+        open_file(&second, &other);
         assert_int_equal(ftruncate(f.fd, (off_t)left), 0);
-        assert_true(sum_of(file) < (int)f.size);
+        assert_true(sum_of(&file) < (int)f.size);
         char message[100];
         snprintf(message, sizeof message, "had %zu bytes and now has %zu: must not change while it is read", f.size,
                  left);
-        expect_changed(&f, file, message);
-        assert_true(mapped_file_unchanged(second, other.path, NULL));
-        assert_int_equal(sum_of(second), other.size);
-        mapped_file_close(file);
-        mapped_file_close(second);
+        expect_changed(&f, &file, message);
+        expect_changed(&other, &second, "");
+        assert_int_equal(sum_of(&second), other.size);
+        mapped_file_close(&file);
+        mapped_file_close(&second);
     }
     remove_file(&f);
     remove_file(&other);
@@ -126,15 +127,16 @@ static void a_page_that_was_missing_is_reported(void **state)
     make_file(&f);
     struct stat before;
     assert_int_equal(fstat(f.fd, &before), 0);
-    mapped_file *const file = open_file(&f);
+    mapped_file file;
+    open_file(&file, &f);
     assert_int_equal(ftruncate(f.fd, 0), 0);
-    assert_int_equal(sum_of(file), 0);
+    assert_int_equal(sum_of(&file), 0);
     assert_int_equal(ftruncate(f.fd, (off_t)f.size), 0);
-    expect_changed(&f, file, "was written while it was read: must not change");
+    expect_changed(&f, &file, "was written while it was read: must not change");
     const struct timespec times[2] = {before.st_atim, before.st_mtim};
     assert_int_equal(futimens(f.fd, times), 0);
-    expect_changed(&f, file, "cannot read: Input/output error");
-    mapped_file_close(file);
+    expect_changed(&f, &file, "cannot read: Input/output error");
+    mapped_file_close(&file);
     remove_file(&f);
 }
 
@@ -143,10 +145,11 @@ static void writing_in_place_is_reported(void **state)
     (void)state;
     fixture f;
     make_file(&f);
-    mapped_file *const file = open_file(&f);
+    mapped_file file;
+    open_file(&file, &f);
     assert_int_equal(pwrite(f.fd, "2", 1, 5), 1);
-    expect_changed(&f, file, "was written while it was read: must not change");
-    mapped_file_close(file);
+    expect_changed(&f, &file, "was written while it was read: must not change");
+    mapped_file_close(&file);
     remove_file(&f);
 }
 
@@ -157,13 +160,14 @@ static void a_restored_modification_time_hides_nothing(void **state)
     make_file(&f);
     struct stat before;
     assert_int_equal(fstat(f.fd, &before), 0);
-    mapped_file *const file = open_file(&f);
+    mapped_file file;
+    open_file(&file, &f);
     assert_int_equal(usleep(TICK_US), 0);
     assert_int_equal(pwrite(f.fd, "2", 1, 5), 1);
     const struct timespec times[2] = {before.st_atim, before.st_mtim};
     assert_int_equal(futimens(f.fd, times), 0);
-    expect_changed(&f, file, "its content or attributes changed while it was read: must not change");
-    mapped_file_close(file);
+    expect_changed(&f, &file, "its content or attributes changed while it was read: must not change");
+    mapped_file_close(&file);
     remove_file(&f);
 }
 
@@ -175,7 +179,8 @@ static void other_bus_errors_are_fatal(void **state)
     make_file(&f);
     make_file(&foreign);
     signal(SIGBUS, SIG_DFL); /* cmocka has a handler, which would go on with the tests */
-    mapped_file *const file = open_file(&f);
+    mapped_file file;
+    open_file(&file, &f);
     const pid_t child = fork();
     if (child == 0) {
         const volatile char *const bytes = mmap(NULL, foreign.size, PROT_READ, MAP_PRIVATE, foreign.fd, 0);
@@ -184,7 +189,7 @@ static void other_bus_errors_are_fatal(void **state)
     int status = 0;
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
-    mapped_file_close(file);
+    mapped_file_close(&file);
     remove_file(&f);
     remove_file(&foreign);
 }

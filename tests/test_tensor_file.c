@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "caught.h"
 #include "cli/io/tensor_file.h"
 
 /* ---- Files in memory --------------------------------------------------------------------------------------- */
@@ -49,20 +50,12 @@ static memory_file build_npy(int major, const char *header, size_t data_size)
 
 static void expect_refused(memory_file file, const char *message)
 {
-    tensor_error error = {""};
-    tensor_file *const parsed = tensor_file_parse(file.bytes, file.size, "in", &error);
-    if (parsed || strncmp(error.text, "in: ", 4) != 0 || !strstr(error.text, message))
-        fail_msg("got \"%s\", wanted \"in: %s\"", parsed ? "no refusal" : error.text, message);
+    tensor_file parsed;
+    CATCH(tensor_file_parse(&parsed, file.bytes, file.size, "in"));
+    if (strncmp(caught.text, "in: ", 4) != 0 || !strstr(caught.text, message))
+        fail_msg("got \"%s\", wanted \"in: %s\"", caught.text, message);
+    tensor_file_close(&parsed);
     free(file.bytes);
-}
-
-static tensor_file *expect_accepted(memory_file file)
-{
-    tensor_error error = {""};
-    tensor_file *const parsed = tensor_file_parse(file.bytes, file.size, "in", &error);
-    if (!parsed)
-        fail_msg("refused: %s", error.text);
-    return parsed;
 }
 
 /* ---- safetensors ------------------------------------------------------------------------------------------- */
@@ -77,33 +70,32 @@ static void safetensors_accepts(void **state)
         "\"new\":{\"dtype\":\"F4\",\"shape\":[4],\"data_offsets\":[36,38]},"
         "\"k\":{\"dtype\":\"F32\",\"shape\":[1,2,2],\"data_offsets\":[0,16]}}   ",
         38);
-    tensor_file *const file = expect_accepted(bytes);
+    tensor_file file;
+    tensor_file_parse(&file, bytes.bytes, bytes.size, "in");
 
     const char *const names_by_address[] = {"k", "none", "q", "big", "new"};
     for (size_t i = 0; i < 5; i++)
-        assert_string_equal(tensor_file_at(file, i)->name, names_by_address[i]);
-    assert_null(tensor_file_at(file, 5));
+        assert_string_equal(file.tensors[i].name, names_by_address[i]);
+    assert_int_equal(file.tensor_count, 5);
 
-    const stored_tensor *const q = tensor_file_find(file, "q", NULL);
+    const stored_tensor *const q = tensor_file_find(&file, "q");
     assert_non_null(q);
     assert_true(q->supported && q->dtype == SKL_F16 && q->rank == 2 && q->shape[0] == 2 && q->shape[1] == 3);
     assert_int_equal(q->size, 12);
-    assert_memory_equal(tensor_file_data(file, q, NULL), bytes.bytes + bytes.size - 38 + 16, 12);
+    assert_memory_equal(tensor_file_data(&file, q), bytes.bytes + bytes.size - 38 + 16, 12);
 
-    const stored_tensor *const none = tensor_file_find(file, "none", NULL);
+    const stored_tensor *const none = tensor_file_find(&file, "none");
     assert_true(none->dtype == SKL_BF16 && none->size == 0 && none->shape[1] == 7);
-    assert_non_null(tensor_file_data(file, none, NULL));
+    assert_non_null(tensor_file_data(&file, none));
 
-    tensor_error error;
-    const stored_tensor *const big = tensor_file_find(file, "big", &error);
+    const stored_tensor *const big = tensor_file_find(&file, "big");
     assert_true(!big->supported && big->rank == 0);
-    assert_null(tensor_file_data(file, big, &error));
-    assert_string_equal(error.text, "in: tensor \"big\": dtype F64: must be F32, F16 or BF16");
+    CATCH(tensor_file_data(&file, big));
+    assert_string_equal(caught.text, "in: tensor \"big\": dtype F64: must be F32, F16 or BF16");
 
-    assert_null(tensor_file_find(file, "q_t", &error));
-    assert_string_equal(error.text,
-                        "in: tensor \"q_t\": not found among 5: \"k\", \"none\", \"q\", \"big\", \"new\"");
-    tensor_file_close(file);
+    assert_null(tensor_file_find(&file, "q_t"));
+    assert_string_equal(tensor_file_names(&file).text, "\"k\", \"none\", \"q\", \"big\", \"new\"");
+    tensor_file_close(&file);
     free(bytes.bytes);
 }
 
@@ -111,12 +103,12 @@ static void safetensors_without_tensors(void **state)
 {
     (void)state;
     const memory_file bytes = build_safetensors("{}", 0);
-    tensor_file *const file = expect_accepted(bytes);
-    tensor_error error;
-    assert_null(tensor_file_at(file, 0));
-    assert_null(tensor_file_find(file, "q", &error));
-    assert_string_equal(error.text, "in: tensor \"q\": not found among 0: ");
-    tensor_file_close(file);
+    tensor_file file;
+    tensor_file_parse(&file, bytes.bytes, bytes.size, "in");
+    assert_int_equal(file.tensor_count, 0);
+    assert_null(tensor_file_find(&file, "q"));
+    assert_string_equal(tensor_file_names(&file).text, "");
+    tensor_file_close(&file);
     free(bytes.bytes);
 }
 
@@ -213,15 +205,13 @@ static void long_lists_of_names_are_truncated(void **state)
             (size_t)snprintf(header + length, sizeof header - length, ",\"layer.%02d\":%s", i, F32("[0]", "[0,0]"));
     assert_true(length + 2 < sizeof header);
     const memory_file bytes = build_safetensors(strcat(header, "}"), 0);
-    tensor_file *const file = expect_accepted(bytes);
-    tensor_error error;
-    assert_null(tensor_file_find(file, "q_t", NULL));
-    assert_true(tensor_file_unchanged(file, &error)); /* memory, and no file */
-    assert_null(tensor_file_find(file, "q_t", &error));
-    assert_non_null(strstr(error.text, "not found among 40: \""));
-    assert_string_equal(error.text + strlen(error.text) - 4, "\"...");
-    tensor_file_close(file);
-    tensor_file_close(NULL);
+    tensor_file file;
+    tensor_file_parse(&file, bytes.bytes, bytes.size, "in");
+    assert_int_equal(file.tensor_count, 40);
+    const tensor_names names = tensor_file_names(&file);
+    assert_memory_equal(names.text, "\"first\", ", 9);
+    assert_string_equal(names.text + strlen(names.text) - 4, "\"...");
+    tensor_file_close(&file);
     free(bytes.bytes);
 }
 
@@ -246,16 +236,17 @@ static void npy_accepts(void **state)
     for (int major = 1; major <= 3; major++) {
         for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
             const memory_file bytes = build_npy(major, cases[i].header, cases[i].data_size);
-            tensor_file *const file = expect_accepted(bytes);
-            const stored_tensor *const tensor = tensor_file_at(file, 0);
+            tensor_file file;
+            tensor_file_parse(&file, bytes.bytes, bytes.size, "in");
+            const stored_tensor *const tensor = file.tensors;
             assert_string_equal(tensor->name, "");
             assert_true(tensor->supported && tensor->dtype == cases[i].dtype && tensor->rank == cases[i].rank);
             assert_memory_equal(tensor->shape, cases[i].shape, sizeof cases[i].shape);
             assert_int_equal(tensor->size, cases[i].data_size);
-            assert_memory_equal(tensor_file_data(file, tensor, NULL), bytes.bytes + bytes.size - tensor->size,
+            assert_memory_equal(tensor_file_data(&file, tensor), bytes.bytes + bytes.size - tensor->size,
                                 tensor->size);
-            assert_null(tensor_file_at(file, 1));
-            tensor_file_close(file);
+            assert_int_equal(file.tensor_count, 1);
+            tensor_file_close(&file);
             free(bytes.bytes);
         }
     }
@@ -360,15 +351,16 @@ static void unaligned_data_is_copied_once(void **state)
         char header[100];
         snprintf(header, sizeof header, "{\"a\":%s}%*s", F32("[3]", "[0,12]"), padding, "");
         const memory_file bytes = build_safetensors(header, 12);
-        tensor_file *const file = expect_accepted(bytes);
-        const stored_tensor *const tensor = tensor_file_find(file, "a", NULL);
+        tensor_file file;
+        tensor_file_parse(&file, bytes.bytes, bytes.size, "in");
+        const stored_tensor *const tensor = tensor_file_find(&file, "a");
         const bool aligned = (uintptr_t)tensor->bytes % 4 == 0;
-        const void *const data = tensor_file_data(file, tensor, NULL);
+        const void *const data = tensor_file_data(&file, tensor);
         assert_int_equal((uintptr_t)data % 4, 0);
         assert_int_equal(data == bytes.bytes + bytes.size - 12, aligned);
         assert_memory_equal(data, bytes.bytes + bytes.size - 12, 12);
-        assert_ptr_equal(tensor_file_data(file, tensor, NULL), data);
-        tensor_file_close(file);
+        assert_ptr_equal(tensor_file_data(&file, tensor), data);
+        tensor_file_close(&file);
         free(bytes.bytes);
     }
 }

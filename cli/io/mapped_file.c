@@ -1,26 +1,11 @@
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE /* MAP_ANONYMOUS */
-#endif
-
 #include "cli/io/mapped_file.h"
+#include "cli/io/tensor_file.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <signal.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
-
-struct mapped_file {
-    mapped_file *next;
-    void *bytes;
-    size_t size;
-    int fd;                           /* for mapped_file_unchanged() */
-    struct stat opened;               /* status of the file when it was opened */
-    volatile sig_atomic_t unreadable; /* a page was; now all of them are zeros */
-};
 
 /* ---- Bus errors --------------------------------------------------------------------------------------------- */
 
@@ -37,7 +22,7 @@ static void replace_by_zeros(int number, siginfo_t *info, void *context)
             continue;
         file->unreadable = 1;
         const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
-        if (mmap(file->bytes, file->size, PROT_READ, flags, -1, 0) != MAP_FAILED)
+        if (mmap((void *)(uintptr_t)file->bytes, file->size, PROT_READ, flags, -1, 0) != MAP_FAILED)
             return;
     }
     sigaction(number, &other_handler, NULL); /* the access repeats, and is not ours to handle */
@@ -79,59 +64,31 @@ static const char *problem_of(int fd, struct stat *status)
     return status->st_size == 0 ? "empty file: must be safetensors or .npy" : NULL;
 }
 
-static bool map(mapped_file *file, const char *path, tensor_error *error)
+void mapped_file_open(mapped_file *file, const char *path)
 {
+    /* O_NONBLOCK: otherwise opening a FIFO would wait for a writer. */
+    *file = (mapped_file){.fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC)};
+    if (file->fd < 0)
+        tensor_refuse(path, "cannot open: %s", strerror(errno));
     const char *const problem = problem_of(file->fd, &file->opened);
     if (problem)
-        return tensor_refuse(error, path, "%s", problem);
+        tensor_refuse(path, "%s", problem);
     file->size = (size_t)file->opened.st_size;
-    file->bytes = mmap(NULL, file->size, PROT_READ, MAP_PRIVATE, file->fd, 0);
-    if (file->bytes == MAP_FAILED)
-        return tensor_refuse(error, path, "cannot map %zu bytes: %s", file->size, strerror(errno));
-    return true;
-}
-
-mapped_file *mapped_file_open(const char *path, tensor_error *error)
-{
-    mapped_file *const file = calloc(1, sizeof *file);
-    if (!file) {
-        tensor_refuse(error, path, "out of memory");
-        return NULL;
-    }
-    /* O_NONBLOCK: otherwise opening a FIFO would wait for a writer. */
-    file->fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (file->fd < 0) {
-        tensor_refuse(error, path, "cannot open: %s", strerror(errno));
-        free(file);
-        return NULL;
-    }
-    if (!map(file, path, error)) {
-        close(file->fd);
-        free(file);
-        return NULL;
-    }
+    void *const bytes = mmap(NULL, file->size, PROT_READ, MAP_PRIVATE, file->fd, 0);
+    if (bytes == MAP_FAILED)
+        tensor_refuse(path, "cannot map %zu bytes: %s", file->size, strerror(errno));
+    file->bytes = bytes;
     add_to_open_files(file);
-    return file;
 }
 
 void mapped_file_close(mapped_file *file)
 {
-    if (!file)
+    if (!file->bytes)
         return;
     remove_from_open_files(file);
-    munmap(file->bytes, file->size);
+    munmap((void *)(uintptr_t)file->bytes, file->size);
     close(file->fd);
-    free(file);
-}
-
-const unsigned char *mapped_file_bytes(const mapped_file *file)
-{
-    return file->bytes;
-}
-
-size_t mapped_file_size(const mapped_file *file)
-{
-    return file->size;
+    file->bytes = NULL;
 }
 
 /* ---- Changes ------------------------------------------------------------------------------------------------ */
@@ -143,19 +100,18 @@ static bool same_time(struct timespec a, struct timespec b)
 
 /* Who writes a file can restore its modification time, but not its change time. Another file of the same name, and
  * every link, also set the change time; they change the number of links, too. */
-bool mapped_file_unchanged(const mapped_file *file, const char *path, tensor_error *error)
+void mapped_file_check(const mapped_file *file, const char *path)
 {
     struct stat status;
     if (fstat(file->fd, &status) != 0)
-        return tensor_refuse(error, path, "cannot read: %s", strerror(errno));
+        tensor_refuse(path, "cannot read: %s", strerror(errno));
     if ((size_t)status.st_size != file->size)
-        return tensor_refuse(error, path, "had %zu bytes and now has %lld: must not change while it is read",
-                             file->size, (long long)status.st_size);
+        tensor_refuse(path, "had %zu bytes and now has %lld: must not change while it is read", file->size,
+                      (long long)status.st_size);
     if (!same_time(status.st_mtim, file->opened.st_mtim))
-        return tensor_refuse(error, path, "was written while it was read: must not change");
+        tensor_refuse(path, "was written while it was read: must not change");
     if (file->unreadable)
-        return tensor_refuse(error, path, "cannot read: %s", strerror(EIO));
+        tensor_refuse(path, "cannot read: %s", strerror(EIO));
     if (!same_time(status.st_ctim, file->opened.st_ctim) && status.st_nlink == file->opened.st_nlink)
-        return tensor_refuse(error, path, "its content or attributes changed while it was read: must not change");
-    return true;
+        tensor_refuse(path, "its content or attributes changed while it was read: must not change");
 }

@@ -5,18 +5,15 @@
  *         {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
  *     then the elements.
  */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "cli/io/npy.h"
+#include "cli/common/cli.h"
+#include "cli/io/tensor_file.h"
 
 static const char magic[] = "\x93NUMPY";
 enum { MAGIC_SIZE = sizeof magic - 1, VERSION_SIZE = 2 };
 
-bool npy_recognise(const unsigned char *bytes, size_t size)
+bool npy_recognise(const tensor_file *file)
 {
-    return size >= MAGIC_SIZE && memcmp(bytes, magic, MAGIC_SIZE) == 0;
+    return file->size >= MAGIC_SIZE && memcmp(file->bytes, magic, MAGIC_SIZE) == 0;
 }
 
 /* ---- A cursor over the dictionary -------------------------------------------------------------------------- */
@@ -24,7 +21,6 @@ bool npy_recognise(const unsigned char *bytes, size_t size)
 typedef struct dict_cursor {
     const char *path;
     const char *begin, *at, *end;
-    tensor_error *error;
 } dict_cursor;
 
 typedef struct slice {
@@ -39,14 +35,14 @@ static bool slice_is(slice text, const char *expected)
 }
 
 /* Refuses the text at the cursor. */
-static bool expected(const dict_cursor *cursor, const char *what)
+_Noreturn static void expected(const dict_cursor *cursor, const char *what)
 {
     const int shown_max = 24;
     const ptrdiff_t left = cursor->end - cursor->at;
     if (left == 0)
-        return tensor_refuse(cursor->error, cursor->path, "header ends: must continue with %s", what);
-    return tensor_refuse(cursor->error, cursor->path, "header byte %td, '%.*s': must be %s",
-                         cursor->at - cursor->begin, left < shown_max ? (int)left : shown_max, cursor->at, what);
+        tensor_refuse(cursor->path, "header ends: must continue with %s", what);
+    tensor_refuse(cursor->path, "header byte %td, '%.*s': must be %s", cursor->at - cursor->begin,
+                  left < shown_max ? (int)left : shown_max, cursor->at, what);
 }
 
 static void skip_space(dict_cursor *cursor)
@@ -67,20 +63,19 @@ static bool accept(dict_cursor *cursor, char wanted)
 }
 
 /* A string in single or double quotes. Escapes are refused: no accepted value needs one. */
-static bool read_string(dict_cursor *cursor, const char *what, slice *string)
+static slice read_string(dict_cursor *cursor, const char *what)
 {
     if (cursor->at == cursor->end || (*cursor->at != '\'' && *cursor->at != '"'))
-        return expected(cursor, what);
+        expected(cursor, what);
     const int length_max = 64; /* longest string that a message shows */
     const char *const text = cursor->at + 1;
     const char *close = text;
     while (close < cursor->end && *close != *cursor->at && *close != '\\' && close - text < length_max)
         close++;
     if (close == cursor->end || *close != *cursor->at)
-        return expected(cursor, what);
-    *string = (slice){text, (int)(close - text)};
+        expected(cursor, what);
     cursor->at = close + 1;
-    return true;
+    return (slice){text, (int)(close - text)};
 }
 
 static bool accept_word(dict_cursor *cursor, const char *word)
@@ -94,175 +89,154 @@ static bool accept_word(dict_cursor *cursor, const char *word)
 
 /* ---- The three fields -------------------------------------------------------------------------------------- */
 
-static bool read_descr(dict_cursor *cursor, stored_tensor *tensor)
+static void read_descr(dict_cursor *cursor, stored_tensor *tensor)
 {
     static const struct {
         const char *descr;
         skl_dtype dtype;
     } known[] = {{"<f4", SKL_F32}, {"<f2", SKL_F16}};
 
-    slice descr = {"", 0};
-    if (!read_string(cursor, "a descr of '<f4' or '<f2'", &descr))
-        return false;
+    const slice descr = read_string(cursor, "a descr of '<f4' or '<f2'");
     for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
         if (slice_is(descr, known[i].descr)) {
             tensor->supported = true;
             tensor->dtype = known[i].dtype;
             tensor->dtype_name = tensor_dtype_name(tensor->dtype);
-            return true;
+            return;
         }
     }
-    return tensor_refuse(cursor->error, cursor->path, "descr '%.*s': must be '<f4' or '<f2'", descr.length,
-                         descr.text);
+    tensor_refuse(cursor->path, "descr '%.*s': must be '<f4' or '<f2'", descr.length, descr.text);
 }
 
-static bool read_order(dict_cursor *cursor, stored_tensor *tensor)
+static void read_order(dict_cursor *cursor, stored_tensor *tensor)
 {
     (void)tensor;
-    if (accept_word(cursor, "False"))
-        return true;
     if (accept_word(cursor, "True"))
-        return tensor_refuse(cursor->error, cursor->path, "fortran_order True: must be False");
-    return expected(cursor, "a fortran_order of False");
+        tensor_refuse(cursor->path, "fortran_order True: must be False");
+    if (!accept_word(cursor, "False"))
+        expected(cursor, "a fortran_order of False");
 }
 
-static bool read_dimension(dict_cursor *cursor, int64_t *dimension)
+static int64_t read_dimension(dict_cursor *cursor)
 {
     const char *const digits = cursor->at;
     int64_t value = 0;
-    while (cursor->at < cursor->end && *cursor->at >= '0' && *cursor->at <= '9') {
+    for (; cursor->at < cursor->end && *cursor->at >= '0' && *cursor->at <= '9'; cursor->at++) {
         const int digit = *cursor->at - '0';
         if (value > (INT64_MAX - digit) / 10) {
             cursor->at = digits;
-            return expected(cursor, "a dimension of the shape below 2^63");
+            expected(cursor, "a dimension of the shape below 2^63");
         }
         value = value * 10 + digit;
-        cursor->at++;
     }
     if (cursor->at == digits)
-        return expected(cursor, "a dimension of the shape, an integer of at least 0");
-    *dimension = value;
-    return true;
+        expected(cursor, "a dimension of the shape, an integer of at least 0");
+    return value;
 }
 
 /* A tuple. In Python "(3)" is a number; the tuple is "(3,)". */
-static bool read_shape(dict_cursor *cursor, stored_tensor *tensor)
+static void read_shape(dict_cursor *cursor, stored_tensor *tensor)
 {
     if (!accept(cursor, '('))
-        return expected(cursor, "a shape such as (2, 3)");
+        expected(cursor, "a shape such as (2, 3)");
     tensor->rank = 0;
     bool comma = true;
     while (!accept(cursor, ')')) {
         if (!comma)
-            return expected(cursor, "',' or ')' after a dimension of the shape");
+            expected(cursor, "',' or ')' after a dimension of the shape");
         if (tensor->rank == TENSOR_RANK_MAX)
-            return tensor_refuse(cursor->error, cursor->path, "shape has more than %d entries: must be at most %d",
-                                 TENSOR_RANK_MAX, TENSOR_RANK_MAX);
-        if (!read_dimension(cursor, &tensor->shape[tensor->rank]))
-            return false;
-        tensor->rank++;
+            tensor_refuse(cursor->path, "shape has more than %d entries: must be at most %d", TENSOR_RANK_MAX,
+                          TENSOR_RANK_MAX);
+        tensor->shape[tensor->rank++] = read_dimension(cursor);
         comma = accept(cursor, ',');
     }
     if (tensor->rank == 1 && !comma)
-        return tensor_refuse(cursor->error, cursor->path, "shape (%lld): must be a tuple, (%lld,)",
-                             (long long)tensor->shape[0], (long long)tensor->shape[0]);
-    return true;
+        tensor_refuse(cursor->path, "shape (%lld): must be a tuple, (%lld,)", (long long)tensor->shape[0],
+                      (long long)tensor->shape[0]);
 }
 
 static const struct {
     const char *name;
-    bool (*read)(dict_cursor *cursor, stored_tensor *tensor);
+    void (*read)(dict_cursor *cursor, stored_tensor *tensor);
 } fields[] = {{"descr", read_descr}, {"fortran_order", read_order}, {"shape", read_shape}};
 enum { FIELD_COUNT = sizeof fields / sizeof fields[0] };
 
-static bool read_field(dict_cursor *cursor, stored_tensor *tensor, bool seen[FIELD_COUNT])
+static void read_field(dict_cursor *cursor, stored_tensor *tensor, bool seen[FIELD_COUNT])
 {
-    slice key = {"", 0};
-    if (!read_string(cursor, "'descr', 'fortran_order' or 'shape'", &key))
-        return false;
+    const slice key = read_string(cursor, "'descr', 'fortran_order' or 'shape'");
     if (!accept(cursor, ':'))
-        return expected(cursor, "':'");
+        expected(cursor, "':'");
     for (size_t i = 0; i < FIELD_COUNT; i++) {
         if (!slice_is(key, fields[i].name))
             continue;
         if (seen[i])
-            return tensor_refuse(cursor->error, cursor->path, "%s is given twice", fields[i].name);
+            tensor_refuse(cursor->path, "%s is given twice", fields[i].name);
         seen[i] = true;
-        return fields[i].read(cursor, tensor);
+        fields[i].read(cursor, tensor);
+        return;
     }
-    return tensor_refuse(cursor->error, cursor->path,
-                         "header key '%.*s': must be 'descr', 'fortran_order' or 'shape'", key.length, key.text);
+    tensor_refuse(cursor->path, "header key '%.*s': must be 'descr', 'fortran_order' or 'shape'", key.length,
+                  key.text);
 }
 
-static bool read_dictionary(dict_cursor *cursor, stored_tensor *tensor)
+static void read_dictionary(dict_cursor *cursor, stored_tensor *tensor)
 {
     bool seen[FIELD_COUNT] = {false};
     if (!accept(cursor, '{'))
-        return expected(cursor, "'{'");
+        expected(cursor, "'{'");
     bool comma = true;
     while (!accept(cursor, '}')) {
         if (!comma)
-            return expected(cursor, "',' or '}'");
-        if (!read_field(cursor, tensor, seen))
-            return false;
+            expected(cursor, "',' or '}'");
+        read_field(cursor, tensor, seen);
         comma = accept(cursor, ',');
     }
     if (cursor->at != cursor->end)
-        return expected(cursor, "nothing but space");
+        expected(cursor, "nothing but space");
     for (size_t i = 0; i < FIELD_COUNT; i++)
         if (!seen[i])
-            return tensor_refuse(cursor->error, cursor->path, "%s is missing from the header", fields[i].name);
-    return true;
+            tensor_refuse(cursor->path, "%s is missing from the header", fields[i].name);
 }
 
 /* ---- The file ---------------------------------------------------------------------------------------------- */
 
-/* Finds the dictionary and the elements after it. */
-static bool split_file(const tensor_contents *file, dict_cursor *cursor)
+/* The dictionary; the elements are after it. */
+static dict_cursor find_dictionary(const tensor_file *file)
 {
     const size_t prefix_size = MAGIC_SIZE + VERSION_SIZE;
     if (file->size < prefix_size)
-        return tensor_refuse(cursor->error, file->path, "%zu bytes: too short for an .npy header", file->size);
-    const int major = file->bytes[MAGIC_SIZE];
-    const int minor = file->bytes[MAGIC_SIZE + 1];
+        tensor_refuse(file->path, "%zu bytes: too short for an .npy header", file->size);
+    const int major = file->bytes[MAGIC_SIZE], minor = file->bytes[MAGIC_SIZE + 1];
     if (major < 1 || major > 3 || minor != 0)
-        return tensor_refuse(cursor->error, file->path, ".npy version %d.%d: must be 1.0, 2.0 or 3.0", major, minor);
+        tensor_refuse(file->path, ".npy version %d.%d: must be 1.0, 2.0 or 3.0", major, minor);
 
     const size_t length_size = major == 1 ? sizeof(uint16_t) : sizeof(uint32_t);
     if (file->size < prefix_size + length_size)
-        return tensor_refuse(cursor->error, file->path, "%zu bytes: too short for an .npy header", file->size);
+        tensor_refuse(file->path, "%zu bytes: too short for an .npy header", file->size);
     uint32_t length = 0;
     memcpy(&length, file->bytes + prefix_size, length_size); /* little-endian: a u16 fills the low half */
     const size_t following = file->size - prefix_size - length_size;
     if (length > following)
-        return tensor_refuse(cursor->error, file->path, "header length %lu: only %zu bytes follow",
-                             (unsigned long)length, following);
-    cursor->begin = cursor->at = (const char *)file->bytes + prefix_size + length_size;
-    cursor->end = cursor->begin + length;
-    return true;
+        tensor_refuse(file->path, "header length %lu: only %zu bytes follow", (unsigned long)length, following);
+    const char *const begin = (const char *)file->bytes + prefix_size + length_size;
+    return (dict_cursor){file->path, begin, begin, begin + length};
 }
 
-bool npy_parse(tensor_contents *file, tensor_error *error)
+void npy_parse(tensor_file *file)
 {
-    dict_cursor cursor = {.path = file->path, .error = error};
+    dict_cursor cursor = find_dictionary(file);
     stored_tensor tensor = {.name = ""};
-    if (!split_file(file, &cursor) || !read_dictionary(&cursor, &tensor))
-        return false;
-
+    read_dictionary(&cursor, &tensor);
     tensor.bytes = (const unsigned char *)cursor.end;
     tensor.size = file->size - (size_t)(tensor.bytes - file->bytes);
     const shape_text shape = shape_print(tensor.shape, tensor.rank);
     size_t size = 0;
     if (!shape_size(tensor.shape, tensor.rank, tensor_dtype_size(tensor.dtype), &size))
-        return tensor_refuse(error, file->path, "shape %s: its size overflows 64 bits", shape.text);
+        tensor_refuse(file->path, "shape %s: its size overflows 64 bits", shape.text);
     if (size != tensor.size)
-        return tensor_refuse(error, file->path, "%zu bytes of data: shape %s of %s takes %zu", tensor.size,
-                             shape.text, tensor.dtype_name, size);
-
-    file->tensors = malloc(sizeof tensor);
-    if (!file->tensors)
-        return tensor_refuse(error, file->path, "out of memory");
+        tensor_refuse(file->path, "%zu bytes of data: shape %s of %s takes %zu", tensor.size, shape.text,
+                      tensor.dtype_name, size);
+    file->tensors = cli_allocate_zeros(1, sizeof tensor, "the list of tensors");
     file->tensors[0] = tensor;
     file->tensor_count = 1;
-    return true;
 }

@@ -10,7 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cli/io/safetensors.h"
+#include "cli/common/cli.h"
+#include "cli/io/tensor_file.h"
 
 /* Unsupported types whose sizes can be checked. For types that are not listed (smaller than a byte, or newer than
  * this table) only the offsets are checked. */
@@ -22,13 +23,6 @@ static const struct {
     {"F8_E4M3FNUZ", 1}, {"F8_E5M2FNUZ", 1}, {"I16", 2}, {"U16", 2},     {"I32", 4},     {"U32", 4},
     {"C64", 8},         {"F64", 8},         {"I64", 8}, {"U64", 8},
 };
-
-typedef struct header_parser {
-    const char *path;
-    const unsigned char *data; /* the data section */
-    size_t data_size;
-    tensor_error *error;
-} header_parser;
 
 /* A JSON value in a message; NULL is a missing field. */
 typedef struct value_text {
@@ -55,36 +49,34 @@ static value_text value_print(const json_t *value)
 
 /* ---- One tensor -------------------------------------------------------------------------------------------- */
 
-/* Reads info[field], an array of at most `count_max` non-negative integers. */
-static bool read_counts(const header_parser *parser, const char *name, const json_t *info, const char *field,
-                        int64_t *counts, size_t count_max, size_t *count)
+/* Reads info[field], an array of at most `count_max` non-negative integers. Returns their number. */
+static size_t read_counts(const tensor_file *file, const char *name, const json_t *info, const char *field,
+                          int64_t *counts, size_t count_max)
 {
     const json_t *const array = json_object_get(info, field);
     if (!json_is_array(array))
-        return tensor_refuse(parser->error, parser->path, TENSOR_PREFIX "%s %s: must be an array of integers", name,
-                             field, value_print(array).text);
-    *count = json_array_size(array);
-    if (*count > count_max)
-        return tensor_refuse(parser->error, parser->path, TENSOR_PREFIX "%s has %zu entries: must be at most %zu",
-                             name, field, *count, count_max);
-    for (size_t i = 0; i < *count; i++) {
+        tensor_refuse(file->path, TENSOR_PREFIX "%s %s: must be an array of integers", name, field,
+                      value_print(array).text);
+    const size_t count = json_array_size(array);
+    if (count > count_max)
+        tensor_refuse(file->path, TENSOR_PREFIX "%s has %zu entries: must be at most %zu", name, field, count,
+                      count_max);
+    for (size_t i = 0; i < count; i++) {
         const json_t *const entry = json_array_get(array, i);
         if (!json_is_integer(entry) || json_integer_value(entry) < 0)
-            return tensor_refuse(parser->error, parser->path,
-                                 TENSOR_PREFIX "%s[%zu] %s: must be an integer of at least 0", name, field, i,
-                                 value_print(entry).text);
+            tensor_refuse(file->path, TENSOR_PREFIX "%s[%zu] %s: must be an integer of at least 0", name, field, i,
+                          value_print(entry).text);
         counts[i] = json_integer_value(entry);
     }
-    return true;
+    return count;
 }
 
-/* `item_size` is 0 for a type of unknown size. */
-static bool read_dtype(const header_parser *parser, const json_t *info, stored_tensor *tensor, size_t *item_size)
+/* Returns the size of an element; 0 for a type of unknown size. */
+static size_t read_dtype(const tensor_file *file, const json_t *info, stored_tensor *tensor)
 {
     const json_t *const dtype = json_object_get(info, "dtype");
     if (!json_is_string(dtype))
-        return tensor_refuse(parser->error, parser->path, TENSOR_PREFIX "dtype %s: must be a string", tensor->name,
-                             value_print(dtype).text);
+        tensor_refuse(file->path, TENSOR_PREFIX "dtype %s: must be a string", tensor->name, value_print(dtype).text);
     tensor->dtype_name = json_string_value(dtype);
 
     const skl_dtype supported[] = {SKL_F32, SKL_F16, SKL_BF16};
@@ -92,67 +84,57 @@ static bool read_dtype(const header_parser *parser, const json_t *info, stored_t
         if (strcmp(tensor->dtype_name, tensor_dtype_name(supported[i])) == 0) {
             tensor->supported = true;
             tensor->dtype = supported[i];
-            *item_size = tensor_dtype_size(supported[i]);
-            return true;
+            return tensor_dtype_size(supported[i]);
         }
     }
-    *item_size = 0;
     for (size_t i = 0; i < sizeof other_dtypes / sizeof other_dtypes[0]; i++)
         if (strcmp(tensor->dtype_name, other_dtypes[i].name) == 0)
-            *item_size = other_dtypes[i].size;
-    return true;
+            return other_dtypes[i].size;
+    return 0;
 }
+
+/* The data section, from its beginning to the end of the file. */
+typedef struct data_section {
+    const unsigned char *begin;
+    size_t size;
+} data_section;
 
 /* Sets address and size of the tensor. */
-static bool read_offsets(const header_parser *parser, const json_t *info, stored_tensor *tensor)
+static void read_offsets(const tensor_file *file, data_section data, const json_t *info, stored_tensor *tensor)
 {
     int64_t offsets[2] = {0};
-    size_t count = 0;
-    if (!read_counts(parser, tensor->name, info, "data_offsets", offsets, 2, &count))
-        return false;
+    const size_t count = read_counts(file, tensor->name, info, "data_offsets", offsets, 2);
     if (count != 2)
-        return tensor_refuse(parser->error, parser->path,
-                             TENSOR_PREFIX "data_offsets has %zu entries: must be [begin, end]", tensor->name, count);
-    const size_t begin = (size_t)offsets[0];
-    const size_t end = (size_t)offsets[1];
+        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets has %zu entries: must be [begin, end]", tensor->name,
+                      count);
+    const size_t begin = (size_t)offsets[0], end = (size_t)offsets[1];
     if (end < begin)
-        return tensor_refuse(parser->error, parser->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end before begin",
-                             tensor->name, begin, end);
-    if (end > parser->data_size)
-        return tensor_refuse(parser->error, parser->path,
-                             TENSOR_PREFIX "data_offsets [%zu, %zu]: end past the %zu bytes of data", tensor->name,
-                             begin, end, parser->data_size);
-    tensor->bytes = parser->data + begin;
+        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end before begin", tensor->name, begin,
+                      end);
+    if (end > data.size)
+        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end past the %zu bytes of data",
+                      tensor->name, begin, end, data.size);
+    tensor->bytes = data.begin + begin;
     tensor->size = end - begin;
-    return true;
 }
 
-static bool read_tensor(const header_parser *parser, const char *name, const json_t *info, stored_tensor *tensor)
+static stored_tensor read_tensor(const tensor_file *file, data_section data, const char *name, const json_t *info)
 {
-    tensor->name = name;
+    stored_tensor tensor = {.name = name};
     if (!json_is_object(info))
-        return tensor_refuse(parser->error, parser->path, TENSOR_PREFIX "%s: must be an object", name,
-                             value_print(info).text);
+        tensor_refuse(file->path, TENSOR_PREFIX "%s: must be an object", name, value_print(info).text);
+    const size_t item_size = read_dtype(file, info, &tensor);
+    tensor.rank = (int)read_counts(file, name, info, "shape", tensor.shape, TENSOR_RANK_MAX);
+    read_offsets(file, data, info, &tensor);
 
-    size_t item_size = 0;
-    if (!read_dtype(parser, info, tensor, &item_size))
-        return false;
-    size_t rank = 0;
-    if (!read_counts(parser, name, info, "shape", tensor->shape, TENSOR_RANK_MAX, &rank))
-        return false;
-    tensor->rank = (int)rank;
-    if (!read_offsets(parser, info, tensor))
-        return false;
-
+    const shape_text shape = shape_print(tensor.shape, tensor.rank);
     size_t size = 0;
-    if (!shape_size(tensor->shape, tensor->rank, item_size ? item_size : 1, &size))
-        return tensor_refuse(parser->error, parser->path, TENSOR_PREFIX "shape %s: its size overflows 64 bits", name,
-                             shape_print(tensor->shape, tensor->rank).text);
-    if (item_size && size != tensor->size)
-        return tensor_refuse(parser->error, parser->path,
-                             TENSOR_PREFIX "data_offsets span %zu bytes: shape %s of %s takes %zu", name,
-                             tensor->size, shape_print(tensor->shape, tensor->rank).text, tensor->dtype_name, size);
-    return true;
+    if (!shape_size(tensor.shape, tensor.rank, item_size ? item_size : 1, &size))
+        tensor_refuse(file->path, TENSOR_PREFIX "shape %s: its size overflows 64 bits", name, shape.text);
+    if (item_size && size != tensor.size)
+        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets span %zu bytes: shape %s of %s takes %zu", name,
+                      tensor.size, shape.text, tensor.dtype_name, size);
+    return tensor;
 }
 
 /* ---- All of them ------------------------------------------------------------------------------------------- */
@@ -167,113 +149,79 @@ static int by_address(const void *left, const void *right)
 }
 
 /* Sorted by address, every tensor begins at the end of the previous one, and the last one ends with the file. */
-static bool check_cover(const header_parser *parser, const stored_tensor *tensors, size_t tensor_count)
+static void check_cover(const tensor_file *file, data_section data)
 {
-    const unsigned char *covered = parser->data;
-    for (size_t i = 0; i < tensor_count; i++) {
-        const stored_tensor *const tensor = &tensors[i];
-        const size_t begin = (size_t)(tensor->bytes - parser->data);
-        if (tensor->bytes < covered)
-            return tensor_refuse(parser->error, parser->path,
-                                 TENSOR_PREFIX "data_offsets [%zu, %zu]: overlaps tensor \"%.100s\"", tensor->name,
-                                 begin, begin + tensor->size, tensors[i - 1].name);
-        if (tensor->bytes > covered)
-            return tensor_refuse(parser->error, parser->path,
-                                 TENSOR_PREFIX "data_offsets [%zu, %zu]: must begin at %zu, without a gap",
-                                 tensor->name, begin, begin + tensor->size, (size_t)(covered - parser->data));
-        covered = tensor->bytes + tensor->size;
+    size_t covered = 0;
+    for (size_t i = 0; i < file->tensor_count; i++) {
+        const stored_tensor *const tensor = &file->tensors[i];
+        const size_t begin = (size_t)(tensor->bytes - data.begin), end = begin + tensor->size;
+        if (begin < covered)
+            tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: overlaps tensor \"%.100s\"",
+                          tensor->name, begin, end, file->tensors[i - 1].name);
+        if (begin > covered)
+            tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: must begin at %zu, without a gap",
+                          tensor->name, begin, end, covered);
+        covered = end;
     }
-    const size_t covered_size = (size_t)(covered - parser->data);
-    if (covered_size != parser->data_size)
-        return tensor_refuse(parser->error, parser->path, "%zu bytes of data: the tensors end at %zu",
-                             parser->data_size, covered_size);
-    return true;
+    if (covered != data.size)
+        tensor_refuse(file->path, "%zu bytes of data: the tensors end at %zu", data.size, covered);
 }
 
-static bool check_metadata(const header_parser *parser, json_t *metadata)
+static void check_metadata(const tensor_file *file, json_t *metadata)
 {
     if (!json_is_object(metadata))
-        return tensor_refuse(parser->error, parser->path, "__metadata__ %s: must be an object of strings",
-                             value_print(metadata).text);
+        tensor_refuse(file->path, "__metadata__ %s: must be an object of strings", value_print(metadata).text);
     const char *key;
     json_t *value;
     json_object_foreach(metadata, key, value)
     {
         if (!json_is_string(value))
-            return tensor_refuse(parser->error, parser->path, "__metadata__ \"%.100s\" %s: must be a string", key,
-                                 value_print(value).text);
+            tensor_refuse(file->path, "__metadata__ \"%.100s\" %s: must be a string", key, value_print(value).text);
     }
-    return true;
 }
 
-/* Finds the JSON text and the data section after it. */
-static bool split_file(const tensor_contents *file, header_parser *parser, const char **json, size_t *json_size)
+/* Loads the JSON text, which the data section follows. */
+static data_section load_header(tensor_file *file)
 {
     uint64_t length;
     if (file->size <= sizeof length)
-        return tensor_refuse(parser->error, parser->path, "%zu bytes: too short for a safetensors header",
-                             file->size);
+        tensor_refuse(file->path, "%zu bytes: too short for a safetensors header", file->size);
     memcpy(&length, file->bytes, sizeof length);
     const unsigned char *const text = file->bytes + sizeof length;
     const size_t text_size_max = file->size - sizeof length;
     if (text[0] != '{')
-        return tensor_refuse(parser->error, parser->path,
-                             "neither safetensors (byte 8 is 0x%02x, not '{') nor .npy (byte 0 is 0x%02x, not 0x93)",
-                             text[0], file->bytes[0]);
+        tensor_refuse(file->path,
+                      "neither safetensors (byte 8 is 0x%02x, not '{') nor .npy (byte 0 is 0x%02x, not 0x93)",
+                      text[0], file->bytes[0]);
     if (length > SAFETENSORS_HEADER_SIZE_MAX)
-        return tensor_refuse(parser->error, parser->path, "header length %llu: must be at most %d",
-                             (unsigned long long)length, SAFETENSORS_HEADER_SIZE_MAX);
+        tensor_refuse(file->path, "header length %llu: must be at most %d", (unsigned long long)length,
+                      SAFETENSORS_HEADER_SIZE_MAX);
     if (length > text_size_max)
-        return tensor_refuse(parser->error, parser->path, "header length %llu: only %zu bytes follow",
-                             (unsigned long long)length, text_size_max);
-    *json = (const char *)text;
-    *json_size = (size_t)length;
-    parser->data = text + length;
-    parser->data_size = text_size_max - (size_t)length;
-    return true;
-}
-
-static json_t *load_json(const header_parser *parser, const char *json, size_t json_size)
-{
+        tensor_refuse(file->path, "header length %llu: only %zu bytes follow", (unsigned long long)length,
+                      text_size_max);
     json_error_t problem;
     errno = 0;
-    json_t *const header = json_loadb(json, json_size, JSON_REJECT_DUPLICATES, &problem);
-    if (header)
-        return header;
-    if (errno == ENOMEM) /* Jansson does not always report it */
-        tensor_refuse(parser->error, parser->path, "header: out of memory");
-    else
-        tensor_refuse(parser->error, parser->path, "header byte %d: %s", problem.position, problem.text);
-    return NULL;
+    file->header = json_loadb((const char *)text, (size_t)length, JSON_REJECT_DUPLICATES, &problem);
+    if (!file->header && errno == ENOMEM) /* Jansson does not always report it */
+        cli_fail(CLI_NO_MEMORY, "%s: header: out of memory", file->path);
+    if (!file->header)
+        tensor_refuse(file->path, "header byte %d: %s", problem.position, problem.text);
+    return (data_section){text + length, text_size_max - (size_t)length};
 }
 
-bool safetensors_parse(tensor_contents *file, tensor_error *error)
+void safetensors_parse(tensor_file *file)
 {
-    header_parser parser = {.path = file->path, .error = error};
-    const char *json = NULL;
-    size_t json_size = 0;
-    if (!split_file(file, &parser, &json, &json_size))
-        return false;
-    file->header = load_json(&parser, json, json_size);
-    if (!file->header)
-        return false;
-
-    file->tensors = calloc(json_object_size(file->header) + 1, sizeof *file->tensors); /* + 1: the size is never 0 */
-    if (!file->tensors)
-        return tensor_refuse(error, file->path, "header: out of memory");
+    const data_section data = load_header(file);
+    file->tensors = cli_allocate_zeros(json_object_size(file->header), sizeof *file->tensors, "the list of tensors");
     const char *name;
     json_t *info;
     json_object_foreach(file->header, name, info)
     {
-        if (strcmp(name, "__metadata__") == 0) {
-            if (!check_metadata(&parser, info))
-                return false;
-            continue;
-        }
-        if (!read_tensor(&parser, name, info, &file->tensors[file->tensor_count]))
-            return false;
-        file->tensor_count++;
+        if (strcmp(name, "__metadata__") == 0)
+            check_metadata(file, info);
+        else
+            file->tensors[file->tensor_count++] = read_tensor(file, data, name, info);
     }
     qsort(file->tensors, file->tensor_count, sizeof *file->tensors, by_address);
-    return check_cover(&parser, file->tensors, file->tensor_count);
+    check_cover(file, data);
 }

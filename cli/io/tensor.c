@@ -1,5 +1,5 @@
-#include "cli/io/tensor.h"
-#include "cli/term/printable.h"
+#include "cli/common/cli.h"
+#include "cli/io/tensor_file.h"
 
 #include <assert.h>
 #include <inttypes.h>
@@ -57,30 +57,16 @@ float tensor_number_at(const void *data, skl_dtype dtype, int64_t index)
 
 /* ---- Messages and shapes ----------------------------------------------------------------------------------- */
 
-/* The end of a long path is more informative than its beginning. */
-static const char *path_tail(const char *path)
+void tensor_refuse(const char *path, const char *format, ...)
 {
-    const size_t shown_max = 300;
-    const size_t length = strlen(path);
-    return length > shown_max ? path + length - shown_max : path;
-}
-
-bool tensor_refuse(tensor_error *error, const char *path, const char *format, ...)
-{
-    if (!error)
-        return false;
-
-    const char *const tail = path_tail(path);
-    const int prefix_length = snprintf(error->text, sizeof error->text, "%s%s: ", tail == path ? "" : "...", tail);
-    assert(prefix_length > 0 && (size_t)prefix_length < sizeof error->text);
-
+    const size_t shown_max = 300, length = strlen(path); /* the end of a long path says more than its beginning */
+    const bool cut = length > shown_max;
+    char text[1024];
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(error->text + prefix_length, sizeof error->text - (size_t)prefix_length, format, arguments);
+    vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-
-    printable_make(error->text);
-    return false;
+    cli_fail(CLI_BAD_INPUT, "%s%s: %s", cut ? "..." : "", cut ? path + length - shown_max : path, text);
 }
 
 bool shape_size(const int64_t *shape, int rank, size_t item_size, size_t *size)

@@ -53,12 +53,8 @@ static void open_argument(kl_file *file, const char *argument)
                  "%s: '%.*s' is not a role; must be q_t, k_t, q_s, k_s, lse_t, key_lengths, cu_seqlens_q, "
                  "cu_seqlens_k, w_s, indices, key_begin, key_end, sink_t or sink_s",
                  argument, (int)(equals - argument), argument);
-    tensor_error error;
-    file->contents = tensor_file_open(file->path, &error);
-    if (file->contents == NULL)
-        cli_fail(CLI_BAD_INPUT, "%s", error.text);
-    const stored_tensor *const first = tensor_file_at(file->contents, 0);
-    if (file->role == ROLE_ANY && first && first->name[0] == '\0')
+    tensor_file_open(&file->contents, file->path);
+    if (file->role == ROLE_ANY && npy_recognise(&file->contents))
         cli_fail(CLI_BAD_INPUT, "%s: an array in an .npy file has no name; give its role, for example q_t=%s",
                  file->path, file->path);
 }
@@ -74,16 +70,14 @@ kl_files kl_files_open(char *const *arguments, size_t count)
 void kl_files_close(kl_files *files)
 {
     for (size_t f = 0; f < files->count; f++)
-        tensor_file_close(files->files[f].contents);
+        tensor_file_close(&files->files[f].contents);
     free(files->files);
 }
 
 void kl_files_unchanged(const kl_files *files)
 {
-    tensor_error error;
     for (size_t f = 0; f < files->count; f++)
-        if (!tensor_file_unchanged(files->files[f].contents, &error))
-            cli_fail(CLI_BAD_INPUT, "%s", error.text);
+        mapped_file_check(&files->files[f].contents.mapping, files->files[f].path);
 }
 
 void kl_outputs_check(const kl_request *request, const output_file *outputs, size_t count)
@@ -97,14 +91,18 @@ void kl_outputs_check(const kl_request *request, const output_file *outputs, siz
 
 /* ---- Roles -------------------------------------------------------------------------------------------------- */
 
-/* If a file is given as ROLE=FILE and has a single tensor, the name of the tensor does not matter. */
-static const stored_tensor *tensor_for_role(const kl_file *file, kl_role role, const char *name, tensor_error *error)
+static bool may_contain(const kl_file *file, kl_role role)
 {
-    const bool bound = file->role == (int)role;
-    if (!bound && file->role != ROLE_ANY)
+    return file->role == ROLE_ANY || file->role == (int)role;
+}
+
+/* If a file is given as ROLE=FILE and has a single tensor, the name of the tensor does not matter. */
+static const stored_tensor *tensor_for_role(const kl_file *file, kl_role role, const char *name)
+{
+    if (!may_contain(file, role))
         return NULL;
-    const bool single = tensor_file_at(file->contents, 0) && !tensor_file_at(file->contents, 1);
-    return bound && single ? tensor_file_at(file->contents, 0) : tensor_file_find(file->contents, name, error);
+    const bool single = file->role == (int)role && file->contents.tensor_count == 1;
+    return single ? file->contents.tensors : tensor_file_find(&file->contents, name);
 }
 
 /* "--q-t" for "q_t". */
@@ -117,13 +115,27 @@ static cli_text option_for_role(kl_role role)
     return option;
 }
 
+/* The message is about the last file that could contain the tensor. */
+_Noreturn static void fail_not_found(const kl_files *files, kl_role role, const char *name)
+{
+    const cli_text option = option_for_role(role);
+    for (size_t f = files->count; f-- > 0;)
+        if (may_contain(&files->files[f], role))
+            tensor_refuse(files->files[f].path,
+                          TENSOR_PREFIX "not found among %zu: %s (use %s NAME if %s has another name)", name,
+                          files->files[f].contents.tensor_count, tensor_file_names(&files->files[f].contents).text,
+                          option.text, kl_role_names[role]);
+    cli_fail(CLI_BAD_INPUT, "no file was given (use %s NAME if %s has another name)", option.text,
+             kl_role_names[role]);
+}
+
 kl_found kl_files_find(const kl_files *files, kl_role role, const char *name, bool required)
 {
     kl_found found = {NULL, NULL};
-    tensor_error error = {"no file was given"};
+    const char *const sought = name ? name : kl_role_names[role];
     for (size_t f = 0; f < files->count; f++) {
-        const kl_file *const file = &files->files[f];
-        const stored_tensor *const tensor = tensor_for_role(file, role, name ? name : kl_role_names[role], &error);
+        kl_file *const file = &files->files[f];
+        const stored_tensor *const tensor = tensor_for_role(file, role, sought);
         if (tensor && found.tensor)
             cli_fail(CLI_BAD_INPUT, "%s: found in %s and in %s; must be in only one", kl_role_names[role],
                      found.file->path, file->path);
@@ -131,7 +143,6 @@ kl_found kl_files_find(const kl_files *files, kl_role role, const char *name, bo
             found = (kl_found){file, tensor};
     }
     if (found.tensor == NULL && (required || name))
-        cli_fail(CLI_BAD_INPUT, "%s (use %s NAME if %s has another name)", error.text, option_for_role(role).text,
-                 kl_role_names[role]);
+        fail_not_found(files, role, sought);
     return found;
 }

@@ -39,13 +39,10 @@ static const int *axis_order(kl_layout layout, int rank)
     return layout == LAYOUT_BNHD && rank > 2 ? bnhd : bhnd;
 }
 
-static void load_view(kl_view *view, const kl_found *found, kl_role role)
+static void load_view(kl_view *view, const kl_found *found)
 {
-    tensor_error error;
     view->stored = found->tensor;
-    view->input.data = tensor_file_data(found->file->contents, found->tensor, &error);
-    if (view->input.data == NULL)
-        cli_fail(CLI_BAD_INPUT, "%s: %s", kl_role_names[role], error.text);
+    view->input.data = tensor_file_data(&found->file->contents, found->tensor);
 }
 
 /* [B, H, N, last] in the order of the request. */
@@ -73,7 +70,7 @@ static void load_heads(kl_view *view, const kl_files *files, const kl_request *r
 {
     const kl_found found = request->one_model ? find_of_one_model(files, request, role)
                                               : kl_files_find(files, role, request->names[role], true);
-    load_view(view, &found, role);
+    load_view(view, &found);
     name_head_axes(view, request, role, "D");
     if (view->extent[AXIS_HEADS] < 1) /* for the library 0 key heads means the number of query heads */
         cli_fail(CLI_BAD_INPUT, "%s %s: must have at least one head", kl_role_names[role],
@@ -240,7 +237,7 @@ static void load_lse_t(kl_inputs *inputs, const kl_request *request)
     if (found.tensor == NULL)
         return;
     kl_view view;
-    load_view(&view, &found, ROLE_LSE_T);
+    load_view(&view, &found);
     const kl_view *const q_t = &inputs->views[ROLE_Q_T];
     bool fits = view.stored->rank >= 1 && view.stored->rank <= 3 && view.stored->dtype == SKL_F32;
     if (fits)
@@ -262,7 +259,7 @@ static void load_weights(kl_inputs *inputs, const kl_request *request)
     kl_view *const w_s = &inputs->w_s;
     const kl_view *const q_s = &inputs->views[ROLE_Q_S];
     const kl_found found = kl_files_find(&inputs->files, ROLE_W_S, request->names[ROLE_W_S], true);
-    load_view(w_s, &found, ROLE_W_S);
+    load_view(w_s, &found);
     name_head_axes(w_s, request, ROLE_W_S, "G");
     const int64_t index_heads = w_s->extent[AXIS_DIM], heads = w_s->extent[AXIS_HEADS];
     if (w_s->extent[AXIS_BATCH] != q_s->extent[AXIS_BATCH] || w_s->extent[AXIS_LENGTH] != q_s->extent[AXIS_LENGTH] ||

@@ -5,7 +5,6 @@
 #include "cli/common/options.h"
 #include "cli/common/runner.h"
 #include "cli/io/file_write.h"
-#include "cli/io/tensor_file.h"
 #include "streamkl.h"
 
 /* ---- Files -------------------------------------------------------------------------------------------------- */
@@ -34,7 +33,7 @@ extern const char *const kl_role_names[ROLE_COUNT]; /* "q_t", ...: also the defa
 
 typedef struct kl_file {
     const char *path;
-    tensor_file *contents;
+    tensor_file contents;
     int role; /* of ROLE=FILE; -1: any, by name */
 } kl_file;
 
@@ -44,7 +43,7 @@ typedef struct kl_files {
 } kl_files;
 
 typedef struct kl_found {
-    const kl_file *file;
+    kl_file *file;
     const stored_tensor *tensor; /* NULL: not found */
 } kl_found;
 

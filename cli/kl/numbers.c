@@ -147,10 +147,7 @@ float *kl_sinks_load(const kl_files *files, kl_role role, const char *text, int6
     if (tensor->rank != 1 || tensor->shape[0] != heads)
         cli_fail(CLI_BAD_INPUT, "%s %s: must be [H], one number for each of the %" PRId64 " heads",
                  kl_role_names[role], shape_print(tensor->shape, tensor->rank).text, heads);
-    tensor_error error;
-    const void *const data = tensor_file_data(found.file->contents, tensor, &error);
-    if (data == NULL)
-        cli_fail(CLI_BAD_INPUT, "%s: %s", kl_role_names[role], error.text);
+    const void *const data = tensor_file_data(&found.file->contents, tensor);
     for (int64_t h = 0; h < heads; h++) {
         sinks[h] = tensor_number_at(data, tensor->dtype, h);
         if (!is_logit(sinks[h]))
