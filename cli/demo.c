@@ -81,7 +81,7 @@ static void make_inputs(kl_inputs *inputs, stored_tensor stored[ROLE_REQUIRED_CO
     *inputs = (kl_inputs){.problem = problem, .tensors = {.struct_size = sizeof inputs->tensors}};
     for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++) {
         tensors[role] = *block + role * (size / sizeof(float));
-        stored[role] = (stored_tensor){.dtype = SKL_F32, .size = size};
+        stored[role] = (stored_tensor){.dtype = SKL_F32, .rank = 3, .shape = {heads, length, dim}, .size = size};
         *views[role] = skl_input_contiguous(tensors[role], heads, length, dim);
         inputs->views[role] = (kl_view){.stored = &stored[role], .input = *views[role]};
     }

@@ -1,7 +1,7 @@
 /* streamkl info: the features of this build and of this machine. */
 #include "cli/common/cli.h"
-#include "cli/common/explain.h"
 #include "cli/common/options.h"
+#include "cli/common/runner.h"
 #include "cli/term/term.h"
 #include "device/device.h"
 

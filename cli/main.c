@@ -12,18 +12,11 @@
 typedef struct command {
     const char *name;
     int (*run)(int argc, char **argv);
-    const char *summary;
 } command;
 
 static const command commands[] = {
-    {"distill", cmd_distill, "distill attention at a long context, with a report"},
-    {"kl", cmd_kl, "KL and gradients of the tensors in safetensors or .npy files"},
-    {"map", cmd_map, "attention maps, and contributions to the KL"},
-    {"stats", cmd_stats, "which keys an attention attends to, how much, and how far away"},
-    {"demo", cmd_demo, "a 16K context on this machine, compared with materializing"},
-    {"info", cmd_info, "version, CPU, devices, kernels, and why a kernel is chosen"},
-    {"check", cmd_check, "compare this machine's kernels with the float64 oracle"},
-    {"bench", cmd_bench, "compare streaming with a materialized baseline"},
+    {"distill", cmd_distill}, {"kl", cmd_kl},     {"map", cmd_map},     {"stats", cmd_stats},
+    {"demo", cmd_demo},       {"info", cmd_info}, {"check", cmd_check}, {"bench", cmd_bench},
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
 
@@ -50,7 +43,19 @@ _Noreturn static void fail_unknown_command(const char *name)
 
 static const char doc[] =
     "The KL divergence between the attention of a teacher and a student, streamed: without the N x N matrices, "
-    "at any context length."
+    "at any context length.\n"
+    "\n"
+    "Commands:\n"
+    "  distill  distill attention at a long context, with a report\n"
+    "  kl       KL and gradients of the tensors in safetensors or .npy files\n"
+    "  map      attention maps, and contributions to the KL\n"
+    "  stats    which keys an attention attends to, how much, and how far away\n"
+    "  demo     a 16K context on this machine, compared with materializing\n"
+    "  info     version, CPU, devices, kernels, and why a kernel is chosen\n"
+    "  check    compare this machine's kernels with the float64 oracle\n"
+    "  bench    compare streaming with a materialized baseline\n"
+    "\n"
+    "Options:"
     "\vExamples:\n"
     "  streamkl distill                       train a student, in minutes\n"
     "  streamkl kl pair.safetensors --causal  KL of q_t, k_t and q_s, k_s\n"
@@ -68,25 +73,6 @@ static const char doc[] =
     "  STREAMKL_THREADS  CPU threads if --threads is not given\n"
     "  STREAMKL_KERNEL   kernel if --kernel is not given\n"
     "  NO_COLOR          disables colour";
-
-/* Inserts the table of commands before the options. argp frees the result. */
-static char *insert_command_list(int key, const char *text, void *input)
-{
-    (void)input;
-    if (key != ARGP_KEY_HELP_PRE_DOC)
-        return (char *)text;
-    char *list = NULL;
-    size_t size = 0;
-    FILE *stream = open_memstream(&list, &size);
-    if (stream == NULL)
-        return (char *)text;
-    fprintf(stream, "%s\n\nCommands:\n", text);
-    for (int c = 0; c < COMMAND_COUNT; c++)
-        fprintf(stream, "  %-8s %s\n", commands[c].name, commands[c].summary);
-    fprintf(stream, "\nOptions:");
-    fclose(stream);
-    return list;
-}
 
 static void print_version(FILE *stream, struct argp_state *state)
 {
@@ -119,7 +105,6 @@ static const struct argp top_argp = {
     .parser = take_command,
     .args_doc = "COMMAND [ARGUMENT...]",
     .doc = doc,
-    .help_filter = insert_command_list,
 };
 
 static int run_command(remainder line)

@@ -70,40 +70,18 @@ skl_status device_copy(skl_device device, void *to, const void *from, size_t siz
 
 /* ---- Time --------------------------------------------------------------------------------------------------- */
 
-skl_status device_timer_create(device_timer *timer, skl_device device)
+skl_status device_timer_start(device_timer *timer, skl_device device)
 {
-    *timer = (device_timer){.device = device};
-    skl_status status = device_begin();
-    for (int e = 0; e < 2 && device != SKL_CPU && status == SKL_OK; e++)
-        status = gpu_event_create(&timer->events[e]);
-    return status;
-}
-
-void device_timer_destroy(device_timer *timer)
-{
-    for (int e = 0; e < 2; e++)
-        if (timer->events[e])
-            gpu_event_destroy(timer->events[e]);
-    *timer = (device_timer){.device = SKL_CPU};
-}
-
-skl_status device_timer_start(device_timer *timer)
-{
-    const skl_status status = device_begin();
-    timer->began = clock_seconds();
-    return timer->device == SKL_CPU ? status : gpu_event_record(timer->events[0]);
+    const skl_status cleared = device_begin();
+    *timer = (device_timer){.device = device, .began = clock_seconds()};
+    return device == SKL_CPU ? cleared : gpu_timer_start(timer->events);
 }
 
 skl_status device_timer_stop(device_timer *timer, double *seconds)
 {
     *seconds = clock_seconds() - timer->began;
-    skl_status status = device_begin();
-    if (timer->device == SKL_CPU)
-        return status;
-    status = gpu_event_record(timer->events[1]);
-    if (status == SKL_OK)
-        status = gpu_event_wait(timer->events[1]);
-    return status == SKL_OK ? gpu_event_seconds(timer->events[0], timer->events[1], seconds) : status;
+    const skl_status cleared = device_begin();
+    return timer->device == SKL_CPU ? cleared : gpu_timer_stop(timer->events, seconds);
 }
 
 /* ---- Properties --------------------------------------------------------------------------------------------- */

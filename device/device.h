@@ -30,17 +30,14 @@ void device_free(skl_device device, void *memory); /* may be NULL */
 /* Between host and device memory, in the direction that the addresses imply. */
 skl_status device_copy(skl_device device, void *to, const void *from, size_t size);
 
-/* Measures the time between start and stop: with the clock on the CPU, with events in the stream on a GPU.
- * Zero-initialised, it is a timer for the CPU. */
+/* Measures the time between start and stop: with the clock on the CPU, with events in the stream on a GPU. */
 typedef struct device_timer {
     skl_device device;
     double began;
     void *events[2];
 } device_timer;
 
-skl_status device_timer_create(device_timer *timer, skl_device device);
-void device_timer_destroy(device_timer *timer);
-skl_status device_timer_start(device_timer *timer);
+skl_status device_timer_start(device_timer *timer, skl_device device);
 skl_status device_timer_stop(device_timer *timer, double *seconds); /* synchronises */
 
 /* The text of skl_plan_explain(), one line per launch; the caller frees it. `inputs` are those of the call, in device
@@ -149,10 +146,7 @@ skl_status gpu_describe(device_properties *properties);
 skl_status gpu_allocate(size_t size, const char *what, void **memory);
 void gpu_free(void *memory);
 skl_status gpu_copy(void *to, const void *from, size_t size);
-skl_status gpu_event_create(void **event);
-void gpu_event_destroy(void *event);
-skl_status gpu_event_record(void *event);
-skl_status gpu_event_wait(void *event);
-skl_status gpu_event_seconds(void *begin, void *end, double *seconds);
+skl_status gpu_timer_start(void *events[2]);
+skl_status gpu_timer_stop(void *const events[2], double *seconds);
 
 #endif

@@ -53,35 +53,31 @@ skl_status gpu_copy(void *to, const void *from, size_t size)
 
 /* ---- Time: events in the default stream, which the callers of the library use -------------------------------- */
 
-skl_status gpu_event_create(void **event)
+skl_status gpu_timer_start(void *events[2])
 {
-    cudaEvent_t created = NULL;
-    const skl_status status = check(cudaEventCreate(&created), "creating an event");
-    *event = created;
-    return status;
+    cudaEvent_t created[2] = {NULL, NULL};
+    cudaError_t error = cudaEventCreate(&created[0]);
+    if (error == cudaSuccess)
+        error = cudaEventCreate(&created[1]);
+    if (error == cudaSuccess)
+        error = cudaEventRecord(created[0], NULL);
+    events[0] = created[0];
+    events[1] = created[1];
+    return check(error, "starting a timer");
 }
 
-void gpu_event_destroy(void *event)
-{
-    (void)cudaEventDestroy(event);
-}
-
-skl_status gpu_event_record(void *event)
-{
-    return check(cudaEventRecord(event, NULL), "recording an event");
-}
-
-skl_status gpu_event_wait(void *event)
-{
-    return check(cudaEventSynchronize(event), "waiting for the kernels");
-}
-
-skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
+skl_status gpu_timer_stop(void *const events[2], double *seconds)
 {
     float milliseconds = 0;
-    const skl_status status = check(cudaEventElapsedTime(&milliseconds, begin, end), "reading the events");
+    cudaError_t error = cudaEventRecord(events[1], NULL);
+    if (error == cudaSuccess)
+        error = cudaEventSynchronize(events[1]);
+    if (error == cudaSuccess)
+        error = cudaEventElapsedTime(&milliseconds, events[0], events[1]);
     *seconds = 1e-3 * (double)milliseconds;
-    return status;
+    (void)cudaEventDestroy(events[0]);
+    (void)cudaEventDestroy(events[1]);
+    return check(error, "waiting for the kernels");
 }
 
 /* ---- Properties --------------------------------------------------------------------------------------------- */

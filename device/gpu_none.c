@@ -12,16 +12,10 @@
 REFUSED(gpu_open(int32_t index))
 REFUSED(gpu_allocate(size_t size, const char *what, void **memory))
 REFUSED(gpu_copy(void *to, const void *from, size_t size))
-REFUSED(gpu_event_create(void **event))
-REFUSED(gpu_event_record(void *event))
-REFUSED(gpu_event_wait(void *event))
-REFUSED(gpu_event_seconds(void *begin, void *end, double *seconds))
+REFUSED(gpu_timer_start(void *events[2]))
+REFUSED(gpu_timer_stop(void *const events[2], double *seconds))
 REFUSED(gpu_describe(device_properties *properties))
 
 void gpu_free(void *memory)
-{
-}
-
-void gpu_event_destroy(void *event)
 {
 }

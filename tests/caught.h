@@ -4,7 +4,7 @@
 #define STREAMKL_TESTS_CAUGHT_H
 
 #include "cli/common/cli.h"
-#include "cli/term/printable.h"
+#include "cli/term/term.h"
 
 #include <setjmp.h>
 #include <stdarg.h>

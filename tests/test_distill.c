@@ -215,8 +215,8 @@ static void add_expected(depth_score *score, const attention_pair *pair, referen
 {
     for (int64_t head = 0; head < pair->problem.heads_s; head += 2) { /* even heads retrieve */
         score->references++;
-        score->hits_t += attention_pair_p(pair, head, asked.query, asked.key) > 0.5;
-        score->hits_s += attention_pair_s(pair, head, asked.query, asked.key) > 0.5;
+        score->hits_t += attention_pair_p(pair, head, asked) > 0.5;
+        score->hits_s += attention_pair_s(pair, head, asked) > 0.5;
         score->kl += (double)pair->kl[head * pair->problem.len_q + asked.query];
     }
 }

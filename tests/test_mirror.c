@@ -39,32 +39,15 @@ skl_status gpu_copy(void *to, const void *from, size_t size)
     return SKL_OK;
 }
 
-skl_status gpu_event_create(void **event)
+skl_status gpu_timer_start(void *events[2])
 {
-    (void)event;
+    (void)events;
     return SKL_OK;
 }
 
-void gpu_event_destroy(void *event)
+skl_status gpu_timer_stop(void *const events[2], double *seconds)
 {
-    (void)event;
-}
-
-skl_status gpu_event_record(void *event)
-{
-    (void)event;
-    return SKL_OK;
-}
-
-skl_status gpu_event_wait(void *event)
-{
-    (void)event;
-    return SKL_OK;
-}
-
-skl_status gpu_event_seconds(void *begin, void *end, double *seconds)
-{
-    (void)begin, (void)end, (void)seconds;
+    (void)events, (void)seconds;
     return SKL_OK;
 }
 

@@ -12,7 +12,7 @@
 #include <unistd.h>
 #include <cmocka.h>
 
-#include "cli/map/print.h"
+#include "cli/map/attention_map.h"
 #include "cli/term/term.h"
 #include "device/device.h"
 

@@ -1,5 +1,4 @@
 #include "cli/common/cli.h"
-#include "cli/term/printable.h"
 #include "cli/term/term.h"
 #include "device/device.h"
 

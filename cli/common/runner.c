@@ -7,6 +7,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 static size_t workspace_size_of(const skl_plan *plan, const skl_problem *problem)
 {
@@ -24,7 +25,6 @@ void runner_open(plan_runner *runner, const skl_problem *problem, const skl_opti
     runner->workspace_size = workspace_size_of(runner->plan, problem);
     cli_check(device_open(options->device, options->device_index));
     cli_check(device_describe(options->device, &runner->gpu));
-    cli_check(device_timer_create(&runner->timer, options->device));
     cli_check(device_allocate(options->device, runner->workspace_size, "the workspace", &runner->workspace));
 }
 
@@ -43,7 +43,7 @@ static void begin(plan_runner *runner, const char *label)
         runner->resident_begin = resident_begin();
     if (runner->watched)
         term_progress_begin(label);
-    cli_check(device_timer_start(&runner->timer));
+    cli_check(device_timer_start(&runner->timer, runner->device));
 }
 
 static void end(plan_runner *runner, skl_status status, double *seconds)
@@ -109,7 +109,6 @@ double runner_stats(plan_runner *runner, const skl_inputs *inputs, const skl_sta
 void runner_close(plan_runner *runner)
 {
     mirror_destroy(&runner->tensors);
-    device_timer_destroy(&runner->timer);
     device_free(runner->device, runner->workspace);
     skl_plan_destroy(runner->plan);
     for (int op = 0; op < SKL_OP_PARTIAL; op++)
@@ -125,4 +124,35 @@ runner_location runner_location_of(const plan_runner *runner)
     else
         snprintf(location.text, sizeof location.text, "on %s", runner->gpu.name);
     return location;
+}
+
+/* ---- Explanations ------------------------------------------------------------------------------------------- */
+
+static const char *const op_names[] = {
+    [SKL_OP_FORWARD] = "forward",
+    [SKL_OP_BACKWARD] = "backward",
+    [SKL_OP_FORWARD_BACKWARD] = "one pass",
+    [SKL_OP_PARTIAL] = "partial",
+};
+
+void explain_print(FILE *stream, skl_op op, const char *text)
+{
+    const term_style style = term_style_for(stream);
+    fprintf(stream, "  %s%s%s\n", style.bold, op_names[op], style.plain);
+    while (*text) {
+        const int length = (int)strcspn(text, "\n");
+        fprintf(stream, "    %.*s\n", length, text);
+        text += length + (text[length] == '\n');
+    }
+}
+
+void explain_add_json(json_t *object, skl_op op, const char *text)
+{
+    json_t *const lines = json_array();
+    while (*text) {
+        const size_t length = strcspn(text, "\n");
+        cli_json_append(lines, json_stringn(text, length));
+        text += length + (text[length] == '\n');
+    }
+    cli_json_set(object, op_names[op], lines);
 }

@@ -3,6 +3,8 @@
 #define STREAMKL_CLI_COMMON_RUNNER_H
 
 #include "device/device.h"
+#include <jansson.h>
+#include <stdio.h>
 
 typedef struct plan_runner {
     skl_plan *plan;
@@ -37,5 +39,10 @@ typedef struct runner_location {
     char text[128];
 } runner_location;
 runner_location runner_location_of(const plan_runner *runner);
+
+/* Shows the launches of an operation and the reason for each choice. `text` is that of explain_plan(): it is printed,
+ * or added to `object` as an array of lines under the name of the operation. */
+void explain_print(FILE *stream, skl_op op, const char *text);
+void explain_add_json(json_t *object, skl_op op, const char *text);
 
 #endif

@@ -2,7 +2,6 @@
 #include "cli/common/cli.h"
 #include "cli/common/random.h"
 #include "cli/distill/distill.h"
-#include "cli/term/printable.h"
 #include "cli/term/term.h"
 #include "cli/io/file_write.h"
 #include "device/device.h"

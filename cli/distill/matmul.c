@@ -1,47 +1,58 @@
 #include "cli/distill/matmul.h"
 #include "device/device.h"
 
-extern matmul_rows matmul_rows_portable;
+#include <string.h>
 
-#if defined(__x86_64__)
-extern matmul_rows matmul_rows_avx2;
-extern matmul_rows matmul_rows_avx512;
-
-static matmul_rows *best_instance(void)
-{
-    if (__builtin_cpu_supports("avx512f"))
-        return matmul_rows_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return matmul_rows_avx2;
-    return matmul_rows_portable;
-}
+/* The compiler makes one function per instruction set, and the loader chooses. Clang has no such attribute in all of
+ * its versions, and makes a slower function. */
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define PER_INSTRUCTION_SET __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
 #else
-static matmul_rows *best_instance(void)
-{
-    return matmul_rows_portable;
-}
+#define PER_INSTRUCTION_SET
 #endif
 
-/* A multiple of every instance's TILE_ROWS, so that the division into blocks does not change the result. */
-enum { BLOCK_ROWS = 48 };
+enum {
+    WIDTH = 64,
+    BLOCK_INNER = 256 /* a slice of b that stays in the L2 cache */
+};
 
 typedef struct product {
     float *c;
     matrix a;
     const float *b;
-    int64_t rows, columns, inner;
-    matmul_rows *multiply;
+    int64_t columns, inner;
 } product;
 
-static void run_blocks(void *context, int64_t block_begin, int64_t block_end)
+/* c[columns] += a[depth] b[depth, columns]; 16 columns at a time stay in registers. */
+PER_INSTRUCTION_SET static void add_row(float *restrict c, const float *a, int64_t a_stride, const float *restrict b,
+                                        int64_t columns, int64_t depth)
+{
+    int64_t j = 0;
+    for (; j + WIDTH <= columns; j += WIDTH) {
+        float sum[WIDTH];
+        memcpy(sum, c + j, sizeof sum);
+        for (int64_t k = 0; k < depth; k++)
+            for (int n = 0; n < WIDTH; n++)
+                sum[n] += a[k * a_stride] * b[k * columns + j + n];
+        memcpy(c + j, sum, sizeof sum);
+    }
+    for (; j < columns; j++)
+        for (int64_t k = 0; k < depth; k++)
+            c[j] += a[k * a_stride] * b[k * columns + j];
+}
+
+static void run_rows(void *context, int64_t row_begin, int64_t row_end)
 {
     const product *const p = context;
-    const int64_t end = block_end * BLOCK_ROWS;
-    p->multiply(p->c, p->a, p->b, block_begin * BLOCK_ROWS, end < p->rows ? end : p->rows, p->columns, p->inner);
+    for (int64_t k = 0; k < p->inner; k += BLOCK_INNER)
+        for (int64_t i = row_begin; i < row_end; i++)
+            add_row(p->c + i * p->columns, p->a.data + i * p->a.row_stride + k * p->a.column_stride,
+                    p->a.column_stride, p->b + k * p->columns, p->columns,
+                    k + BLOCK_INNER < p->inner ? BLOCK_INNER : p->inner - k);
 }
 
 void matmul_add(float *c, matrix a, const float *b, int64_t rows, int64_t columns, int64_t inner, int threads)
 {
-    product work = {c, a, b, rows, columns, inner, best_instance()};
-    parallel_rows(threads, (rows + BLOCK_ROWS - 1) / BLOCK_ROWS, run_blocks, &work);
+    product work = {c, a, b, columns, inner};
+    parallel_rows(threads, rows, run_rows, &work);
 }

@@ -1,5 +1,5 @@
-/* Matrix products for projections: blocked, vectorised, multithreaded. Every sum runs over the inner index in order,
- * so that the result is bitwise equal for any number of threads. */
+/* Matrix products for projections: vectorised, multithreaded. Every sum runs over the inner index in order, so that
+ * the result is bitwise equal for any number of threads. */
 #ifndef STREAMKL_CLI_DISTILL_MATMUL_H
 #define STREAMKL_CLI_DISTILL_MATMUL_H
 
@@ -13,9 +13,5 @@ typedef struct matrix {
 
 /* c[rows, columns] += a[rows, inner] b[inner, columns]; rows of b and c are contiguous, `columns` apart. */
 void matmul_add(float *c, matrix a, const float *b, int64_t rows, int64_t columns, int64_t inner, int threads);
-
-/* Rows [row_begin, row_end) of c += a b: the kernel of matmul.c, compiled once per instruction set. */
-typedef void matmul_rows(float *c, matrix a, const float *b, int64_t row_begin, int64_t row_end, int64_t columns,
-                         int64_t inner);
 
 #endif

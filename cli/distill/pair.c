@@ -120,30 +120,106 @@ void attention_pair_backward(attention_pair *pair, float grad_kl, const sequence
 
 /* ---- One pair of a query and a key -------------------------------------------------------------------------- */
 
-static double probability(const float *q, const float *k, int64_t dim, double lse)
+/* The mean over heads [first, end) of the attention of a query to a key. */
+static double mean_attention(const float *q, const float *k, const float *lse, int64_t heads, int64_t dim,
+                             int64_t len_q, int64_t first, int64_t end, reference pair)
 {
-    double logit = 0;
-    for (int64_t d = 0; d < dim; d++)
-        logit += (double)q[d] * (double)k[d];
-    return exp(logit / sqrt((double)dim) - lse);
+    double sum = 0;
+    for (int64_t head = first; head < end; head++) {
+        double logit = 0;
+        for (int64_t d = 0; d < dim; d++)
+            logit +=
+                (double)q[(pair.query * heads + head) * dim + d] * (double)k[(pair.key * heads + head) * dim + d];
+        sum += exp(logit / sqrt((double)dim) - (double)lse[head * len_q + pair.query]);
+    }
+    return sum / (double)(end - first);
 }
 
-double attention_pair_p(const attention_pair *pair, int64_t head_s, int64_t query, int64_t key)
+double attention_pair_p(const attention_pair *pair, int64_t head_s, reference at)
 {
     const skl_problem *const p = &pair->problem;
     const int64_t group_size = p->heads_t / p->heads_s;
-    double sum = 0;
-    for (int64_t head = head_s * group_size; head < (head_s + 1) * group_size; head++)
-        sum += probability(pair->q_t + (query * p->heads_t + head) * p->dim_t,
-                           pair->k_t + (key * p->heads_t + head) * p->dim_t, p->dim_t,
-                           (double)pair->lse_t[head * p->len_q + query]);
-    return sum / (double)group_size;
+    return mean_attention(pair->q_t, pair->k_t, pair->lse_t, p->heads_t, p->dim_t, p->len_q, head_s * group_size,
+                          (head_s + 1) * group_size, at);
 }
 
-double attention_pair_s(const attention_pair *pair, int64_t head_s, int64_t query, int64_t key)
+double attention_pair_s(const attention_pair *pair, int64_t head_s, reference at)
 {
     const skl_problem *const p = &pair->problem;
-    return probability(pair->q_s + (query * p->heads_s + head_s) * p->dim_s,
-                       pair->k_s + (key * p->heads_s + head_s) * p->dim_s, p->dim_s,
-                       (double)pair->lse_s[head_s * p->len_q + query]);
+    return mean_attention(pair->q_s, pair->k_s, pair->lse_s, p->heads_s, p->dim_s, p->len_q, head_s, head_s + 1, at);
+}
+
+/* ---- Evaluation --------------------------------------------------------------------------------------------- */
+
+double evaluate_hit_rate_s(const depth_score *score)
+{
+    return score->references ? (double)score->hits_s / (double)score->references : NAN;
+}
+
+double evaluate_hit_rate_t(const depth_score *score)
+{
+    return score->references ? (double)score->hits_t / (double)score->references : NAN;
+}
+
+static void add_score(depth_score *score, int hit_t, int hit_s, double kl)
+{
+    score->references++;
+    score->hits_t += hit_t;
+    score->hits_s += hit_s;
+    score->kl += kl;
+}
+
+void evaluate_references(evaluation *result, const attention_pair *pair, const sequence *tokens)
+{
+    const skl_problem *const p = &pair->problem;
+    for (int64_t r = 0; r < tokens->reference_count; r++) {
+        const reference asked = tokens->references[r];
+        const int64_t depth = asked.key * EVALUATE_DEPTHS / p->len_q;
+        for (int64_t head = 0; head < p->heads_s; head++) {
+            if (!task_head_retrieves(head))
+                continue;
+            const int hit_t = attention_pair_p(pair, head, asked) > 0.5;
+            const int hit_s = attention_pair_s(pair, head, asked) > 0.5;
+            const double kl = (double)pair->kl[head * p->len_q + asked.query];
+            add_score(&result->depths[depth], hit_t, hit_s, kl);
+            add_score(&result->all, hit_t, hit_s, kl);
+        }
+    }
+}
+
+static void add_rows(evaluation *result, const attention_pair *pair, double weight)
+{
+    const skl_problem *const p = &pair->problem;
+    for (int64_t head = 0; head < p->heads_s; head++)
+        for (int64_t i = 0; i < p->len_q; i++) {
+            const double kl = weight * (double)pair->kl[head * p->len_q + i];
+            result->kl += kl / (double)(p->heads_s * p->len_q);
+            if (head < EVALUATE_HEADS_MAX)
+                result->kl_head[head] += kl / (double)p->len_q;
+            result->kl_position[i * EVALUATE_POSITIONS / p->len_q] += kl;
+        }
+}
+
+/* Sums over the rows of a bucket become means. */
+static void divide_positions(evaluation *result, const skl_problem *p)
+{
+    int64_t rows[EVALUATE_POSITIONS] = {0};
+    for (int64_t i = 0; i < p->len_q; i++)
+        rows[i * EVALUATE_POSITIONS / p->len_q]++;
+    for (int b = 0; b < EVALUATE_POSITIONS; b++)
+        result->kl_position[b] /= rows[b] ? (double)(p->heads_s * rows[b]) : 1;
+}
+
+evaluation evaluate(attention_pair *pair, retrieval_task *task, const layer *student, int64_t count)
+{
+    evaluation result = {.kl = 0};
+    for (int64_t index = 0; index < count; index++) {
+        const sequence tokens = task_sequence(task, SPLIT_HELD_OUT, (uint64_t)index);
+        attention_pair_project(pair, &task->teacher, student, &tokens);
+        attention_pair_forward(pair);
+        add_rows(&result, pair, 1 / (double)count);
+        evaluate_references(&result, pair, &tokens);
+    }
+    divide_positions(&result, &pair->problem);
+    return result;
 }

@@ -37,8 +37,8 @@ skl_inputs attention_pair_inputs(const attention_pair *pair);
 
 /* P (the mean over the teacher heads of a student head) and S of one query and key; after attention_pair_forward().
  */
-double attention_pair_p(const attention_pair *pair, int64_t head_s, int64_t query, int64_t key);
-double attention_pair_s(const attention_pair *pair, int64_t head_s, int64_t query, int64_t key);
+double attention_pair_p(const attention_pair *pair, int64_t head_s, reference at);
+double attention_pair_s(const attention_pair *pair, int64_t head_s, reference at);
 
 /* ---- Evaluation: KL by head and by position, and the references that find their definition, by its depth ----- */
 

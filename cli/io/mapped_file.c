@@ -1,11 +1,24 @@
 #include "cli/io/mapped_file.h"
-#include "cli/io/tensor_file.h"
+#include "cli/common/cli.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <string.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <sys/mman.h>
 #include <unistd.h>
+
+void file_refuse(const char *path, const char *format, ...)
+{
+    const size_t shown_max = 300, length = strlen(path); /* the end of a long path says more than its beginning */
+    const bool cut = length > shown_max;
+    char text[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    cli_fail(CLI_BAD_INPUT, "%s%s: %s", cut ? "..." : "", cut ? path + length - shown_max : path, text);
+}
 
 /* ---- Bus errors --------------------------------------------------------------------------------------------- */
 
@@ -69,14 +82,14 @@ void mapped_file_open(mapped_file *file, const char *path)
     /* O_NONBLOCK: otherwise opening a FIFO would wait for a writer. */
     *file = (mapped_file){.fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC)};
     if (file->fd < 0)
-        tensor_refuse(path, "cannot open: %s", strerror(errno));
+        file_refuse(path, "cannot open: %s", strerror(errno));
     const char *const problem = problem_of(file->fd, &file->opened);
     if (problem)
-        tensor_refuse(path, "%s", problem);
+        file_refuse(path, "%s", problem);
     file->size = (size_t)file->opened.st_size;
     void *const bytes = mmap(NULL, file->size, PROT_READ, MAP_PRIVATE, file->fd, 0);
     if (bytes == MAP_FAILED)
-        tensor_refuse(path, "cannot map %zu bytes: %s", file->size, strerror(errno));
+        file_refuse(path, "cannot map %zu bytes: %s", file->size, strerror(errno));
     file->bytes = bytes;
     add_to_open_files(file);
 }
@@ -104,14 +117,14 @@ void mapped_file_check(const mapped_file *file, const char *path)
 {
     struct stat status;
     if (fstat(file->fd, &status) != 0)
-        tensor_refuse(path, "cannot read: %s", strerror(errno));
+        file_refuse(path, "cannot read: %s", strerror(errno));
     if ((size_t)status.st_size != file->size)
-        tensor_refuse(path, "had %zu bytes and now has %lld: must not change while it is read", file->size,
-                      (long long)status.st_size);
+        file_refuse(path, "had %zu bytes and now has %lld: must not change while it is read", file->size,
+                    (long long)status.st_size);
     if (!same_time(status.st_mtim, file->opened.st_mtim))
-        tensor_refuse(path, "was written while it was read: must not change");
+        file_refuse(path, "was written while it was read: must not change");
     if (file->unreadable)
-        tensor_refuse(path, "cannot read: %s", strerror(EIO));
+        file_refuse(path, "cannot read: %s", strerror(EIO));
     if (!same_time(status.st_ctim, file->opened.st_ctim) && status.st_nlink == file->opened.st_nlink)
-        tensor_refuse(path, "its content or attributes changed while it was read: must not change");
+        file_refuse(path, "its content or attributes changed while it was read: must not change");
 }

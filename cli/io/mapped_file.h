@@ -30,4 +30,7 @@ void mapped_file_check(const mapped_file *file, const char *path);
 
 void mapped_file_close(mapped_file *file);
 
+/* Fails with "PATH: message", of a long path the end. */
+_Noreturn void file_refuse(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
 #endif

@@ -40,9 +40,9 @@ _Noreturn static void expected(const dict_cursor *cursor, const char *what)
     const int shown_max = 24;
     const ptrdiff_t left = cursor->end - cursor->at;
     if (left == 0)
-        tensor_refuse(cursor->path, "header ends: must continue with %s", what);
-    tensor_refuse(cursor->path, "header byte %td, '%.*s': must be %s", cursor->at - cursor->begin,
-                  left < shown_max ? (int)left : shown_max, cursor->at, what);
+        file_refuse(cursor->path, "header ends: must continue with %s", what);
+    file_refuse(cursor->path, "header byte %td, '%.*s': must be %s", cursor->at - cursor->begin,
+                left < shown_max ? (int)left : shown_max, cursor->at, what);
 }
 
 static void skip_space(dict_cursor *cursor)
@@ -105,14 +105,14 @@ static void read_descr(dict_cursor *cursor, stored_tensor *tensor)
             return;
         }
     }
-    tensor_refuse(cursor->path, "descr '%.*s': must be '<f4' or '<f2'", descr.length, descr.text);
+    file_refuse(cursor->path, "descr '%.*s': must be '<f4' or '<f2'", descr.length, descr.text);
 }
 
 static void read_order(dict_cursor *cursor, stored_tensor *tensor)
 {
     (void)tensor;
     if (accept_word(cursor, "True"))
-        tensor_refuse(cursor->path, "fortran_order True: must be False");
+        file_refuse(cursor->path, "fortran_order True: must be False");
     if (!accept_word(cursor, "False"))
         expected(cursor, "a fortran_order of False");
 }
@@ -145,14 +145,14 @@ static void read_shape(dict_cursor *cursor, stored_tensor *tensor)
         if (!comma)
             expected(cursor, "',' or ')' after a dimension of the shape");
         if (tensor->rank == TENSOR_RANK_MAX)
-            tensor_refuse(cursor->path, "shape has more than %d entries: must be at most %d", TENSOR_RANK_MAX,
-                          TENSOR_RANK_MAX);
+            file_refuse(cursor->path, "shape has more than %d entries: must be at most %d", TENSOR_RANK_MAX,
+                        TENSOR_RANK_MAX);
         tensor->shape[tensor->rank++] = read_dimension(cursor);
         comma = accept(cursor, ',');
     }
     if (tensor->rank == 1 && !comma)
-        tensor_refuse(cursor->path, "shape (%lld): must be a tuple, (%lld,)", (long long)tensor->shape[0],
-                      (long long)tensor->shape[0]);
+        file_refuse(cursor->path, "shape (%lld): must be a tuple, (%lld,)", (long long)tensor->shape[0],
+                    (long long)tensor->shape[0]);
 }
 
 static const struct {
@@ -170,13 +170,12 @@ static void read_field(dict_cursor *cursor, stored_tensor *tensor, bool seen[FIE
         if (!slice_is(key, fields[i].name))
             continue;
         if (seen[i])
-            tensor_refuse(cursor->path, "%s is given twice", fields[i].name);
+            file_refuse(cursor->path, "%s is given twice", fields[i].name);
         seen[i] = true;
         fields[i].read(cursor, tensor);
         return;
     }
-    tensor_refuse(cursor->path, "header key '%.*s': must be 'descr', 'fortran_order' or 'shape'", key.length,
-                  key.text);
+    file_refuse(cursor->path, "header key '%.*s': must be 'descr', 'fortran_order' or 'shape'", key.length, key.text);
 }
 
 static void read_dictionary(dict_cursor *cursor, stored_tensor *tensor)
@@ -195,7 +194,7 @@ static void read_dictionary(dict_cursor *cursor, stored_tensor *tensor)
         expected(cursor, "nothing but space");
     for (size_t i = 0; i < FIELD_COUNT; i++)
         if (!seen[i])
-            tensor_refuse(cursor->path, "%s is missing from the header", fields[i].name);
+            file_refuse(cursor->path, "%s is missing from the header", fields[i].name);
 }
 
 /* ---- The file ---------------------------------------------------------------------------------------------- */
@@ -205,19 +204,19 @@ static dict_cursor find_dictionary(const tensor_file *file)
 {
     const size_t prefix_size = MAGIC_SIZE + VERSION_SIZE;
     if (file->size < prefix_size)
-        tensor_refuse(file->path, "%zu bytes: too short for an .npy header", file->size);
+        file_refuse(file->path, "%zu bytes: too short for an .npy header", file->size);
     const int major = file->bytes[MAGIC_SIZE], minor = file->bytes[MAGIC_SIZE + 1];
     if (major < 1 || major > 3 || minor != 0)
-        tensor_refuse(file->path, ".npy version %d.%d: must be 1.0, 2.0 or 3.0", major, minor);
+        file_refuse(file->path, ".npy version %d.%d: must be 1.0, 2.0 or 3.0", major, minor);
 
     const size_t length_size = major == 1 ? sizeof(uint16_t) : sizeof(uint32_t);
     if (file->size < prefix_size + length_size)
-        tensor_refuse(file->path, "%zu bytes: too short for an .npy header", file->size);
+        file_refuse(file->path, "%zu bytes: too short for an .npy header", file->size);
     uint32_t length = 0;
     memcpy(&length, file->bytes + prefix_size, length_size); /* little-endian: a u16 fills the low half */
     const size_t following = file->size - prefix_size - length_size;
     if (length > following)
-        tensor_refuse(file->path, "header length %lu: only %zu bytes follow", (unsigned long)length, following);
+        file_refuse(file->path, "header length %lu: only %zu bytes follow", (unsigned long)length, following);
     const char *const begin = (const char *)file->bytes + prefix_size + length_size;
     return (dict_cursor){file->path, begin, begin, begin + length};
 }
@@ -232,10 +231,10 @@ void npy_parse(tensor_file *file)
     const shape_text shape = shape_print(tensor.shape, tensor.rank);
     size_t size = 0;
     if (!shape_size(tensor.shape, tensor.rank, tensor_dtype_size(tensor.dtype), &size))
-        tensor_refuse(file->path, "shape %s: its size overflows 64 bits", shape.text);
+        file_refuse(file->path, "shape %s: its size overflows 64 bits", shape.text);
     if (size != tensor.size)
-        tensor_refuse(file->path, "%zu bytes of data: shape %s of %s takes %zu", tensor.size, shape.text,
-                      tensor.dtype_name, size);
+        file_refuse(file->path, "%zu bytes of data: shape %s of %s takes %zu", tensor.size, shape.text,
+                    tensor.dtype_name, size);
     file->tensors = cli_allocate_zeros(1, sizeof tensor, "the list of tensors");
     file->tensors[0] = tensor;
     file->tensor_count = 1;

@@ -55,17 +55,17 @@ static size_t read_counts(const tensor_file *file, const char *name, const json_
 {
     const json_t *const array = json_object_get(info, field);
     if (!json_is_array(array))
-        tensor_refuse(file->path, TENSOR_PREFIX "%s %s: must be an array of integers", name, field,
-                      value_print(array).text);
+        file_refuse(file->path, TENSOR_PREFIX "%s %s: must be an array of integers", name, field,
+                    value_print(array).text);
     const size_t count = json_array_size(array);
     if (count > count_max)
-        tensor_refuse(file->path, TENSOR_PREFIX "%s has %zu entries: must be at most %zu", name, field, count,
-                      count_max);
+        file_refuse(file->path, TENSOR_PREFIX "%s has %zu entries: must be at most %zu", name, field, count,
+                    count_max);
     for (size_t i = 0; i < count; i++) {
         const json_t *const entry = json_array_get(array, i);
         if (!json_is_integer(entry) || json_integer_value(entry) < 0)
-            tensor_refuse(file->path, TENSOR_PREFIX "%s[%zu] %s: must be an integer of at least 0", name, field, i,
-                          value_print(entry).text);
+            file_refuse(file->path, TENSOR_PREFIX "%s[%zu] %s: must be an integer of at least 0", name, field, i,
+                        value_print(entry).text);
         counts[i] = json_integer_value(entry);
     }
     return count;
@@ -76,7 +76,7 @@ static size_t read_dtype(const tensor_file *file, const json_t *info, stored_ten
 {
     const json_t *const dtype = json_object_get(info, "dtype");
     if (!json_is_string(dtype))
-        tensor_refuse(file->path, TENSOR_PREFIX "dtype %s: must be a string", tensor->name, value_print(dtype).text);
+        file_refuse(file->path, TENSOR_PREFIX "dtype %s: must be a string", tensor->name, value_print(dtype).text);
     tensor->dtype_name = json_string_value(dtype);
 
     const skl_dtype supported[] = {SKL_F32, SKL_F16, SKL_BF16};
@@ -105,15 +105,14 @@ static void read_offsets(const tensor_file *file, data_section data, const json_
     int64_t offsets[2] = {0};
     const size_t count = read_counts(file, tensor->name, info, "data_offsets", offsets, 2);
     if (count != 2)
-        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets has %zu entries: must be [begin, end]", tensor->name,
-                      count);
+        file_refuse(file->path, TENSOR_PREFIX "data_offsets has %zu entries: must be [begin, end]", tensor->name,
+                    count);
     const size_t begin = (size_t)offsets[0], end = (size_t)offsets[1];
     if (end < begin)
-        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end before begin", tensor->name, begin,
-                      end);
+        file_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end before begin", tensor->name, begin, end);
     if (end > data.size)
-        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end past the %zu bytes of data",
-                      tensor->name, begin, end, data.size);
+        file_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: end past the %zu bytes of data", tensor->name,
+                    begin, end, data.size);
     tensor->bytes = data.begin + begin;
     tensor->size = end - begin;
 }
@@ -122,7 +121,7 @@ static stored_tensor read_tensor(const tensor_file *file, data_section data, con
 {
     stored_tensor tensor = {.name = name};
     if (!json_is_object(info))
-        tensor_refuse(file->path, TENSOR_PREFIX "%s: must be an object", name, value_print(info).text);
+        file_refuse(file->path, TENSOR_PREFIX "%s: must be an object", name, value_print(info).text);
     const size_t item_size = read_dtype(file, info, &tensor);
     tensor.rank = (int)read_counts(file, name, info, "shape", tensor.shape, TENSOR_RANK_MAX);
     read_offsets(file, data, info, &tensor);
@@ -130,10 +129,10 @@ static stored_tensor read_tensor(const tensor_file *file, data_section data, con
     const shape_text shape = shape_print(tensor.shape, tensor.rank);
     size_t size = 0;
     if (!shape_size(tensor.shape, tensor.rank, item_size ? item_size : 1, &size))
-        tensor_refuse(file->path, TENSOR_PREFIX "shape %s: its size overflows 64 bits", name, shape.text);
+        file_refuse(file->path, TENSOR_PREFIX "shape %s: its size overflows 64 bits", name, shape.text);
     if (item_size && size != tensor.size)
-        tensor_refuse(file->path, TENSOR_PREFIX "data_offsets span %zu bytes: shape %s of %s takes %zu", name,
-                      tensor.size, shape.text, tensor.dtype_name, size);
+        file_refuse(file->path, TENSOR_PREFIX "data_offsets span %zu bytes: shape %s of %s takes %zu", name,
+                    tensor.size, shape.text, tensor.dtype_name, size);
     return tensor;
 }
 
@@ -156,27 +155,27 @@ static void check_cover(const tensor_file *file, data_section data)
         const stored_tensor *const tensor = &file->tensors[i];
         const size_t begin = (size_t)(tensor->bytes - data.begin), end = begin + tensor->size;
         if (begin < covered)
-            tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: overlaps tensor \"%.100s\"",
-                          tensor->name, begin, end, file->tensors[i - 1].name);
+            file_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: overlaps tensor \"%.100s\"", tensor->name,
+                        begin, end, file->tensors[i - 1].name);
         if (begin > covered)
-            tensor_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: must begin at %zu, without a gap",
-                          tensor->name, begin, end, covered);
+            file_refuse(file->path, TENSOR_PREFIX "data_offsets [%zu, %zu]: must begin at %zu, without a gap",
+                        tensor->name, begin, end, covered);
         covered = end;
     }
     if (covered != data.size)
-        tensor_refuse(file->path, "%zu bytes of data: the tensors end at %zu", data.size, covered);
+        file_refuse(file->path, "%zu bytes of data: the tensors end at %zu", data.size, covered);
 }
 
 static void check_metadata(const tensor_file *file, json_t *metadata)
 {
     if (!json_is_object(metadata))
-        tensor_refuse(file->path, "__metadata__ %s: must be an object of strings", value_print(metadata).text);
+        file_refuse(file->path, "__metadata__ %s: must be an object of strings", value_print(metadata).text);
     const char *key;
     json_t *value;
     json_object_foreach(metadata, key, value)
     {
         if (!json_is_string(value))
-            tensor_refuse(file->path, "__metadata__ \"%.100s\" %s: must be a string", key, value_print(value).text);
+            file_refuse(file->path, "__metadata__ \"%.100s\" %s: must be a string", key, value_print(value).text);
     }
 }
 
@@ -185,27 +184,27 @@ static data_section load_header(tensor_file *file)
 {
     uint64_t length;
     if (file->size <= sizeof length)
-        tensor_refuse(file->path, "%zu bytes: too short for a safetensors header", file->size);
+        file_refuse(file->path, "%zu bytes: too short for a safetensors header", file->size);
     memcpy(&length, file->bytes, sizeof length);
     const unsigned char *const text = file->bytes + sizeof length;
     const size_t text_size_max = file->size - sizeof length;
     if (text[0] != '{')
-        tensor_refuse(file->path,
-                      "neither safetensors (byte 8 is 0x%02x, not '{') nor .npy (byte 0 is 0x%02x, not 0x93)",
-                      text[0], file->bytes[0]);
+        file_refuse(file->path,
+                    "neither safetensors (byte 8 is 0x%02x, not '{') nor .npy (byte 0 is 0x%02x, not 0x93)", text[0],
+                    file->bytes[0]);
     if (length > SAFETENSORS_HEADER_SIZE_MAX)
-        tensor_refuse(file->path, "header length %llu: must be at most %d", (unsigned long long)length,
-                      SAFETENSORS_HEADER_SIZE_MAX);
+        file_refuse(file->path, "header length %llu: must be at most %d", (unsigned long long)length,
+                    SAFETENSORS_HEADER_SIZE_MAX);
     if (length > text_size_max)
-        tensor_refuse(file->path, "header length %llu: only %zu bytes follow", (unsigned long long)length,
-                      text_size_max);
+        file_refuse(file->path, "header length %llu: only %zu bytes follow", (unsigned long long)length,
+                    text_size_max);
     json_error_t problem;
     errno = 0;
     file->header = json_loadb((const char *)text, (size_t)length, JSON_REJECT_DUPLICATES, &problem);
     if (!file->header && errno == ENOMEM) /* Jansson does not always report it */
         cli_fail(CLI_NO_MEMORY, "%s: header: out of memory", file->path);
     if (!file->header)
-        tensor_refuse(file->path, "header byte %d: %s", problem.position, problem.text);
+        file_refuse(file->path, "header byte %d: %s", problem.position, problem.text);
     return (data_section){text + length, text_size_max - (size_t)length};
 }
 

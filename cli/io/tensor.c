@@ -1,9 +1,7 @@
-#include "cli/common/cli.h"
 #include "cli/io/tensor_file.h"
 
 #include <assert.h>
 #include <inttypes.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -56,18 +54,6 @@ float tensor_number_at(const void *data, skl_dtype dtype, int64_t index)
 }
 
 /* ---- Messages and shapes ----------------------------------------------------------------------------------- */
-
-void tensor_refuse(const char *path, const char *format, ...)
-{
-    const size_t shown_max = 300, length = strlen(path); /* the end of a long path says more than its beginning */
-    const bool cut = length > shown_max;
-    char text[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    cli_fail(CLI_BAD_INPUT, "%s%s: %s", cut ? "..." : "", cut ? path + length - shown_max : path, text);
-}
 
 bool shape_size(const int64_t *shape, int rank, size_t item_size, size_t *size)
 {

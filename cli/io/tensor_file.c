@@ -76,8 +76,8 @@ const void *tensor_file_data(tensor_file *file, const stored_tensor *tensor)
 {
     assert(tensor >= file->tensors && tensor < file->tensors + file->tensor_count);
     if (!tensor->supported)
-        tensor_refuse(file->path, TENSOR_PREFIX "dtype %.32s: must be F32, F16 or BF16", tensor->name,
-                      tensor->dtype_name);
+        file_refuse(file->path, TENSOR_PREFIX "dtype %.32s: must be F32, F16 or BF16", tensor->name,
+                    tensor->dtype_name);
     if ((uintptr_t)tensor->bytes % tensor_dtype_size(tensor->dtype) == 0)
         return tensor->bytes;
 

@@ -76,9 +76,6 @@ typedef struct shape_text {
 } shape_text;
 shape_text shape_print(const int64_t *shape, int rank);
 
-/* Fails with "PATH: message", of a long path the end. */
-_Noreturn void tensor_refuse(const char *path, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
 /* How a message about one tensor starts. A name may be as long as the header: leave room for the rest. */
 #define TENSOR_PREFIX "tensor \"%.100s\": "
 

@@ -161,12 +161,21 @@ static void check_outputs(const kl_request *request)
     kl_outputs_check(request, outputs, count);
 }
 
+void kl_request_parse(kl_request *input, const command_line *command, int argc, char **argv, void *request)
+{
+    input->problem = skl_problem_default();
+    input->problem.gradients = 0;
+    input->options = options_watched();
+    input->layout = LAYOUT_DEFAULT;
+    input->file_count = (size_t)options_parse(command, argc, argv, request);
+    input->files = argv + argc - input->file_count;
+}
+
 int cmd_kl(int argc, char **argv)
 {
     static const command_line command = {doc, groups, "FILE..."};
-    kl_request request = {.problem = skl_problem_default(), .options = options_watched(), .layout = LAYOUT_DEFAULT};
-    request.file_count = (size_t)options_parse(&command, argc, argv, &request);
-    request.files = argv + argc - request.file_count;
+    kl_request request = {.reduction = REDUCTION_MEAN};
+    kl_request_parse(&request, &command, argc, argv, &request);
     check_student(&request);
     const uint32_t weights = kl_is_indexer(&request.problem) ? SKL_DW_S : 0;
     request.problem.gradients =

@@ -1,13 +1,49 @@
-/* Row vectors, the reduction, and the gradients of the reduced loss. */
+/* Row vectors, the reduction, the gradients of the reduced loss, and the files of --out and --grad. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
-#include "device/device.h"
 
-#include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
 
-/* ---- Buffers ------------------------------------------------------------------------------------------------ */
+/* ---- Results ------------------------------------------------------------------------------------------------ */
+
+static const struct {
+    const char *name;
+    size_t result, output; /* offsets in kl_results and in skl_rows */
+    bool of_teacher, of_indexer, is_written;
+    float initial; /* of rows after the last packed sequence, which the library does not write */
+} row_vectors[] = {
+#define ROW(name) #name, offsetof(kl_results, name), offsetof(skl_rows, name)
+    {ROW(kl), .is_written = true},
+    {ROW(lse_t), .of_teacher = true, .is_written = true, .initial = -INFINITY},
+    {ROW(lse_s), .is_written = true, .initial = -INFINITY},
+    {ROW(dot_t), .of_teacher = true},
+    {ROW(cross_entropy), .of_indexer = true, .is_written = true},
+    {ROW(entropy), .of_indexer = true, .is_written = true},
+    {ROW(mass), .of_indexer = true, .is_written = true},
+};
+enum { ROW_VECTORS = sizeof row_vectors / sizeof row_vectors[0] };
+
+static const struct {
+    kl_role role; /* of the input */
+    uint32_t bit;
+    const char *name;
+} gradients[] = {
+    {ROLE_Q_T, SKL_DQ_T, "dq_t"},          {ROLE_K_T, SKL_DK_T, "dk_t"}, {ROLE_Q_S, SKL_DQ_S, "dq_s"},
+    {ROLE_K_S, SKL_DK_S, "dk_s"},          {ROLE_W_S, SKL_DW_S, "dw_s"}, {ROLE_SINK_T, SKL_DSINK_T, "dsink_t"},
+    {ROLE_SINK_S, SKL_DSINK_S, "dsink_s"},
+};
+enum { GRADIENTS = sizeof gradients / sizeof gradients[0] };
+
+static float **row_vector(const kl_results *results, int index)
+{
+    return (float **)((char *)results + row_vectors[index].result);
+}
+
+static int64_t heads_of(const skl_problem *problem, bool of_teacher)
+{
+    return of_teacher ? problem->heads_t : problem->heads_s;
+}
 
 void *kl_allocate_output(size_t size, const char *name)
 {
@@ -17,83 +53,64 @@ void *kl_allocate_output(size_t size, const char *name)
     return data;
 }
 
-static float *allocate_rows(const skl_problem *problem, int64_t heads, float value, const char *name)
-{
-    const int64_t count = kl_row_count(problem, heads);
-    float *const rows = kl_allocate_output((size_t)count * sizeof(float), name);
-    for (int64_t i = 0; i < count; i++)
-        rows[i] = value;
-    return rows;
-}
-
-static skl_input row_input(const skl_problem *problem, const float *data, int64_t heads)
-{
-    return skl_input_contiguous(data, heads, kl_row_length(problem), 1);
-}
-
 static void allocate_row_vectors(kl_results *results, const skl_problem *problem)
 {
-    /* The library does not write rows after the last packed sequence: initialise them as rows without keys. */
-    results->kl = allocate_rows(problem, problem->heads_s, 0, "kl");
-    results->lse_t = allocate_rows(problem, problem->heads_t, -INFINITY, "lse_t");
-    results->lse_s = allocate_rows(problem, problem->heads_s, -INFINITY, "lse_s");
-    if (skl_problem_needs(problem, SKL_OP_BACKWARD) & SKL_ROW_DOT_T)
-        results->dot_t = allocate_rows(problem, problem->heads_t, 0, "dot_t");
-    if (!kl_is_indexer(problem))
-        return;
-    results->cross_entropy = allocate_rows(problem, problem->heads_s, 0, "cross_entropy");
-    results->entropy = allocate_rows(problem, problem->heads_s, 0, "entropy");
-    results->mass = allocate_rows(problem, problem->heads_s, 0, "mass");
+    const bool dot_t = skl_problem_needs(problem, SKL_OP_BACKWARD) & SKL_ROW_DOT_T;
+    for (int v = 0; v < ROW_VECTORS; v++) {
+        if (row_vectors[v].is_written ? row_vectors[v].of_indexer && !kl_is_indexer(problem) : !dot_t)
+            continue;
+        const int64_t count = kl_row_count(problem, heads_of(problem, row_vectors[v].of_teacher));
+        float *const rows = kl_allocate_output((size_t)count * sizeof(float), row_vectors[v].name);
+        for (int64_t i = 0; i < count; i++)
+            rows[i] = row_vectors[v].initial;
+        *row_vector(results, v) = rows;
+    }
 }
 
-static const uint32_t gradient_bits[ROLE_REQUIRED_COUNT] = {
-    [ROLE_Q_T] = SKL_DQ_T,
-    [ROLE_K_T] = SKL_DK_T,
-    [ROLE_Q_S] = SKL_DQ_S,
-    [ROLE_K_S] = SKL_DK_S,
-};
-
-static void *allocate_gradient(const kl_inputs *inputs, const kl_view *view, kl_role role)
+/* Of a tensor, or [H] for a sink. */
+static output_tensor gradient_tensor(int index, const kl_inputs *inputs)
 {
-    const stored_tensor *const tensor = view->stored;
-    const size_t widening = inputs->problem.grad_f32 ? sizeof(float) / tensor_dtype_size(tensor->dtype) : 1;
-    return kl_allocate_output(tensor->size * widening, kl_role_names[role]);
+    const kl_role role = gradients[index].role;
+    const stored_tensor *const like = inputs->views[role].stored;
+    output_tensor tensor = {.name = gradients[index].name, .dtype = SKL_F32, .rank = 1};
+    tensor.shape[0] = heads_of(&inputs->problem, role == ROLE_SINK_T);
+    if (like) {
+        tensor.dtype = inputs->problem.grad_f32 ? SKL_F32 : like->dtype;
+        tensor.rank = like->rank;
+        memcpy(tensor.shape, like->shape, sizeof tensor.shape);
+    }
+    return tensor;
 }
 
 static void allocate_gradients(kl_results *results, const kl_inputs *inputs)
 {
-    const skl_problem *const problem = &inputs->problem;
-    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
-        if (problem->gradients & gradient_bits[role])
-            results->gradients[role] = allocate_gradient(inputs, &inputs->views[role], role);
-    if (problem->gradients & SKL_DW_S)
-        results->dw_s = allocate_gradient(inputs, &inputs->w_s, ROLE_W_S);
-    if (problem->gradients & SKL_DSINK_T)
-        results->dsink_t = kl_allocate_output((size_t)problem->heads_t * sizeof(float), "dsink_t");
-    if (problem->gradients & SKL_DSINK_S)
-        results->dsink_s = kl_allocate_output((size_t)problem->heads_s * sizeof(float), "dsink_s");
+    for (int g = 0; g < GRADIENTS; g++) {
+        const output_tensor tensor = gradient_tensor(g, inputs);
+        size_t size = 0;
+        shape_size(tensor.shape, tensor.rank, tensor_dtype_size(tensor.dtype), &size);
+        if (inputs->problem.gradients & gradients[g].bit)
+            results->gradients[gradients[g].role] = kl_allocate_output(size, tensor.name);
+    }
+}
+
+void kl_results_free(kl_results *results)
+{
+    runner_close(&results->runner);
+    for (int v = 0; v < ROW_VECTORS; v++)
+        free(*row_vector(results, v));
+    for (int role = 0; role < ROLE_COUNT; role++)
+        free(results->gradients[role]);
 }
 
 /* ---- Forward and reduction ---------------------------------------------------------------------------------- */
 
-static skl_output row_output(const skl_problem *problem, float *data, int64_t heads)
-{
-    return skl_output_contiguous(data, heads, kl_row_length(problem), 1);
-}
-
 static void forward(kl_results *results, const kl_inputs *inputs)
 {
     const skl_problem *const problem = &inputs->problem;
-    const skl_rows rows = {
-        .struct_size = sizeof rows,
-        .kl = row_output(problem, results->kl, problem->heads_s),
-        .lse_t = row_output(problem, results->lse_t, problem->heads_t),
-        .lse_s = row_output(problem, results->lse_s, problem->heads_s),
-        .dot_t = row_output(problem, results->dot_t, problem->heads_t),
-        .cross_entropy = row_output(problem, results->cross_entropy, problem->heads_s),
-        .entropy = row_output(problem, results->entropy, problem->heads_s),
-        .mass = row_output(problem, results->mass, problem->heads_s),
-    };
+    skl_rows rows = {.struct_size = sizeof rows};
+    for (int v = 0; v < ROW_VECTORS; v++)
+        *(skl_output *)((char *)&rows + row_vectors[v].output) = skl_output_contiguous(
+            *row_vector(results, v), heads_of(problem, row_vectors[v].of_teacher), kl_row_length(problem), 1);
     runner_forward(&results->runner, &inputs->tensors, &rows);
 }
 
@@ -110,14 +127,15 @@ static void reduce(kl_results *results, const skl_problem *problem)
 
 /* ---- Backward ----------------------------------------------------------------------------------------------- */
 
-static skl_output output_like(void *data, const skl_input *like)
+static skl_input row_input(const skl_problem *problem, const float *data, int64_t heads)
 {
-    return (skl_output){data, like->stride_batch, like->stride_head, like->stride_row};
+    return skl_input_contiguous(data, heads, kl_row_length(problem), 1);
 }
 
 static skl_output gradient_output(const kl_results *results, const kl_inputs *inputs, kl_role role)
 {
-    return output_like(results->gradients[role], &inputs->views[role].input);
+    const skl_input *const like = &inputs->views[role].input;
+    return (skl_output){results->gradients[role], like->stride_batch, like->stride_head, like->stride_row};
 }
 
 /* dloss/dKL_i is equal for all rows: one number with strides of 0. Rows without a key have a gradient of 0 anyway. */
@@ -132,17 +150,17 @@ static void backward(kl_results *results, const kl_inputs *inputs, kl_reduction 
     saved.lse_t = row_input(problem, results->lse_t, problem->heads_t);
     saved.lse_s = row_input(problem, results->lse_s, problem->heads_s);
     saved.dot_t = row_input(problem, results->dot_t, problem->heads_t);
-    const skl_gradients gradients = {
-        .struct_size = sizeof gradients,
+    const skl_gradients written = {
+        .struct_size = sizeof written,
         .dq_t = gradient_output(results, inputs, ROLE_Q_T),
         .dk_t = gradient_output(results, inputs, ROLE_K_T),
         .dq_s = gradient_output(results, inputs, ROLE_Q_S),
         .dk_s = gradient_output(results, inputs, ROLE_K_S),
-        .dw_s = output_like(results->dw_s, &inputs->w_s.input),
-        .dsink_t = results->dsink_t,
-        .dsink_s = results->dsink_s,
+        .dw_s = gradient_output(results, inputs, ROLE_W_S),
+        .dsink_t = results->gradients[ROLE_SINK_T],
+        .dsink_s = results->gradients[ROLE_SINK_S],
     };
-    runner_backward(&results->runner, &saved, &gradients);
+    runner_backward(&results->runner, &saved, &written);
 }
 
 /* ---- All steps ---------------------------------------------------------------------------------------------- */
@@ -164,19 +182,46 @@ void kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *
         backward(results, inputs, request->reduction);
 }
 
-void kl_results_free(kl_results *results)
+/* ---- Files -------------------------------------------------------------------------------------------------- */
+
+/* [B, H, N]; packed [H, total]. */
+static void write_rows(const kl_results *results, const skl_problem *problem, const kl_request *request)
 {
-    runner_close(&results->runner);
-    free(results->kl);
-    free(results->lse_t);
-    free(results->lse_s);
-    free(results->dot_t);
-    free(results->cross_entropy);
-    free(results->entropy);
-    free(results->mass);
-    free(results->dw_s);
-    free(results->dsink_t);
-    free(results->dsink_s);
-    for (kl_role role = 0; role < ROLE_REQUIRED_COUNT; role++)
-        free(results->gradients[role]);
+    output_tensor tensors[ROW_VECTORS];
+    size_t count = 0;
+    for (int v = 0; v < ROW_VECTORS; v++) {
+        if (!row_vectors[v].is_written || *row_vector(results, v) == NULL)
+            continue;
+        output_tensor *const tensor = &tensors[count++];
+        *tensor = (output_tensor){.name = row_vectors[v].name, .dtype = SKL_F32, .data = *row_vector(results, v)};
+        if (!problem->packed)
+            tensor->shape[tensor->rank++] = problem->batch;
+        tensor->shape[tensor->rank++] = heads_of(problem, row_vectors[v].of_teacher);
+        tensor->shape[tensor->rank++] = kl_row_length(problem);
+    }
+    const output_metadata metadata[] = {{"direction", direction_name(problem->direction)}};
+    file_write_tensors(request->out_path, tensors, count, metadata, 1);
+}
+
+static void write_gradients(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+{
+    output_tensor tensors[GRADIENTS];
+    size_t count = 0;
+    for (int g = 0; g < GRADIENTS; g++) {
+        tensors[count] = gradient_tensor(g, inputs);
+        tensors[count].data = results->gradients[gradients[g].role];
+        count += tensors[count].data != NULL;
+    }
+    const output_metadata metadata[] = {{"direction", direction_name(inputs->problem.direction)},
+                                        {"reduction", kl_reduction_names[request->reduction]}};
+    file_write_tensors(request->grad_path, tensors, count, metadata, 2);
+}
+
+void kl_outputs_write(const kl_results *results, const kl_inputs *inputs, const kl_request *request)
+{
+    if (request->out_path)
+        write_rows(results, &inputs->problem, request);
+    if (request->grad_path)
+        write_gradients(results, inputs, request);
+    file_write_commit();
 }

@@ -121,10 +121,10 @@ _Noreturn static void fail_not_found(const kl_files *files, kl_role role, const 
     const cli_text option = option_for_role(role);
     for (size_t f = files->count; f-- > 0;)
         if (may_contain(&files->files[f], role))
-            tensor_refuse(files->files[f].path,
-                          TENSOR_PREFIX "not found among %zu: %s (use %s NAME if %s has another name)", name,
-                          files->files[f].contents.tensor_count, tensor_file_names(&files->files[f].contents).text,
-                          option.text, kl_role_names[role]);
+            file_refuse(files->files[f].path,
+                        TENSOR_PREFIX "not found among %zu: %s (use %s NAME if %s has another name)", name,
+                        files->files[f].contents.tensor_count, tensor_file_names(&files->files[f].contents).text,
+                        option.text, kl_role_names[role]);
     cli_fail(CLI_BAD_INPUT, "no file was given (use %s NAME if %s has another name)", option.text,
              kl_role_names[role]);
 }

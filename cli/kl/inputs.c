@@ -256,7 +256,7 @@ static void load_lse_t(kl_inputs *inputs, const kl_request *request)
 /* Weights [B, H, N, G] determine how many heads of q_s are index heads of one student head. */
 static void load_weights(kl_inputs *inputs, const kl_request *request)
 {
-    kl_view *const w_s = &inputs->w_s;
+    kl_view *const w_s = &inputs->views[ROLE_W_S];
     const kl_view *const q_s = &inputs->views[ROLE_Q_S];
     const kl_found found = kl_files_find(&inputs->files, ROLE_W_S, request->names[ROLE_W_S], true);
     load_view(w_s, &found);
@@ -282,9 +282,9 @@ static void load_indices(kl_inputs *inputs, const kl_request *request)
     kl_view view = {.stored = found.tensor};
     name_head_axes(&view, request, ROLE_INDICES, "k");
     for (int axis = AXIS_BATCH; axis <= AXIS_LENGTH; axis++)
-        if (view.extent[axis] != inputs->w_s.extent[axis] || view.extent[AXIS_DIM] < 1)
+        if (view.extent[axis] != inputs->views[ROLE_W_S].extent[axis] || view.extent[AXIS_DIM] < 1)
             cli_fail(CLI_BAD_INPUT, "indices %s and w_s %s: must be [B, H, N, k] and [B, H, N, G]",
-                     shape_of(view.stored).text, shape_of(inputs->w_s.stored).text);
+                     shape_of(view.stored).text, shape_of(inputs->views[ROLE_W_S].stored).text);
     int64_t count;
     view.input.data = inputs->indices = kl_integers_load(ROLE_INDICES, &found, &count);
     inputs->problem.top_k = view.extent[AXIS_DIM];

@@ -79,6 +79,9 @@ typedef struct kl_request {
     int32_t one_model; /* only q_s, k_s and sink_s are read, and stand for the teacher's, too */
 } kl_request;
 
+/* Parses a command line into `request`, which contains `input`, with the defaults of a kl_request. */
+void kl_request_parse(kl_request *input, const command_line *command, int argc, char **argv, void *request);
+
 /* Options of a kl_request. */
 extern const cli_option kl_pair_options[];     /* names of the queries and keys of both models */
 extern const cli_option kl_sequence_options[]; /* layout, key lengths, packed sequences and row bounds */
@@ -98,10 +101,9 @@ typedef struct kl_view {
 
 typedef struct kl_inputs {
     kl_files files;
-    kl_view views[ROLE_REQUIRED_COUNT];
-    skl_problem problem; /* complete */
+    kl_view views[ROLE_COUNT]; /* of the required roles, and w_s of an indexer */
+    skl_problem problem;       /* complete */
     skl_inputs tensors;
-    kl_view w_s; /* of an indexer */
     /* Owned; NULL: not given. */
     int32_t *key_lengths, *cu_seqlens_q, *cu_seqlens_k, *indices, *key_begin, *key_end;
     float *sink_t, *sink_s;
@@ -130,12 +132,10 @@ typedef struct kl_results {
     plan_runner runner;
     float *kl, *lse_t, *lse_s, *dot_t;
     float *cross_entropy, *entropy, *mass; /* of an indexer */
-    void *dw_s;
-    float *dsink_t, *dsink_s;             /* NULL: not requested */
-    void *gradients[ROLE_REQUIRED_COUNT]; /* by role: dq_t, dk_t, dq_s, dk_s; NULL: not requested */
-    int64_t valid_rows;                   /* rows that attend to any key: the denominator of a mean */
-    int64_t nonfinite_rows;               /* rows whose KL is NaN or infinite */
-    double sum;                           /* of the KL over the valid rows */
+    void *gradients[ROLE_COUNT];           /* by the role of their input; NULL: not requested */
+    int64_t valid_rows;                    /* rows that attend to any key: the denominator of a mean */
+    int64_t nonfinite_rows;                /* rows whose KL is NaN or infinite */
+    double sum;                            /* of the KL over the valid rows */
 } kl_results;
 
 /* Zeroed, resident memory for a result; fails without it. Free it with free(). */

@@ -1,8 +1,6 @@
 /* The output of `streamkl kl`: text, or one JSON object. */
-#include "cli/term/printable.h"
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
-#include "cli/common/explain.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
 #include "cli/common/workload.h"
@@ -266,7 +264,8 @@ static void print_table(const kl_results *results, const kl_inputs *inputs, cons
     print_written(request->out_path, indexer ? "kl, lse_t, lse_s, cross_entropy, entropy, mass" : "kl, lse_t, lse_s");
     char gradients[64];
     snprintf(gradients, sizeof gradients, "dq_s, dk_s%s%s%s%s", request->grad_teacher ? ", dq_t, dk_t" : "",
-             indexer ? ", dw_s" : "", results->dsink_s ? ", dsink_s" : "", results->dsink_t ? ", dsink_t" : "");
+             indexer ? ", dw_s" : "", results->gradients[ROLE_SINK_S] ? ", dsink_s" : "",
+             results->gradients[ROLE_SINK_T] ? ", dsink_t" : "");
     print_written(request->grad_path, gradients);
 }
 

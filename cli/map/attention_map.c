@@ -35,49 +35,31 @@ typedef struct sequence_view {
     int64_t offset_q; /* position of its first query */
 } sequence_view;
 
-static size_t element_size(skl_dtype dtype)
-{
-    return dtype == SKL_F32 ? sizeof(float) : sizeof(uint16_t);
-}
+/* Where a view begins, relative to the tensors that it is of. */
+typedef struct view_begin {
+    int64_t batch, query, key;
+} view_begin;
 
-static void advance(skl_input *tensor, int64_t elements, size_t size)
+static void advance(skl_input *tensor, view_begin begin, int64_t row, size_t size)
 {
     if (tensor->data)
-        tensor->data = (const char *)tensor->data + elements * (int64_t)size;
+        tensor->data = (const char *)tensor->data +
+                       (begin.batch * tensor->stride_batch + row * tensor->stride_row) * (int64_t)size;
 }
 
-static void advance_bounds(skl_inputs *inputs, int64_t rows)
+static void advance_inputs(skl_inputs *inputs, const skl_problem *problem, view_begin begin)
 {
-    if (inputs->key_begin)
-        inputs->key_begin += rows;
-    if (inputs->key_end)
-        inputs->key_end += rows;
-}
-
-static void advance_queries(skl_inputs *inputs, const skl_problem *problem, int64_t rows)
-{
-    advance(&inputs->q_t, rows * inputs->q_t.stride_row, element_size(problem->dtype_t));
-    advance(&inputs->q_s, rows * inputs->q_s.stride_row, element_size(problem->dtype_s));
-    advance(&inputs->lse_t, rows * inputs->lse_t.stride_row, sizeof(float));
-    advance_bounds(inputs, rows);
-}
-
-static void advance_keys(skl_inputs *inputs, const skl_problem *problem, int64_t rows)
-{
-    advance(&inputs->k_t, rows * inputs->k_t.stride_row, element_size(problem->dtype_t));
-    advance(&inputs->k_s, rows * inputs->k_s.stride_row, element_size(problem->dtype_s));
-}
-
-static void advance_batch(skl_inputs *inputs, const skl_problem *problem, int64_t b)
-{
-    advance(&inputs->q_t, b * inputs->q_t.stride_batch, element_size(problem->dtype_t));
-    advance(&inputs->k_t, b * inputs->k_t.stride_batch, element_size(problem->dtype_t));
-    advance(&inputs->q_s, b * inputs->q_s.stride_batch, element_size(problem->dtype_s));
-    advance(&inputs->k_s, b * inputs->k_s.stride_batch, element_size(problem->dtype_s));
-    advance(&inputs->lse_t, b * inputs->lse_t.stride_batch, sizeof(float));
-    advance_bounds(inputs, b * problem->len_q);
-    if (inputs->key_lengths)
-        inputs->key_lengths += b;
+    const size_t of_teacher = problem->dtype_t == SKL_F32 ? sizeof(float) : sizeof(uint16_t);
+    const size_t of_student = problem->dtype_s == SKL_F32 ? sizeof(float) : sizeof(uint16_t);
+    const int64_t row = begin.batch * problem->len_q + begin.query;
+    advance(&inputs->q_t, begin, begin.query, of_teacher);
+    advance(&inputs->k_t, begin, begin.key, of_teacher);
+    advance(&inputs->q_s, begin, begin.query, of_student);
+    advance(&inputs->k_s, begin, begin.key, of_student);
+    advance(&inputs->lse_t, begin, begin.query, sizeof(float));
+    inputs->key_begin += inputs->key_begin ? row : 0;
+    inputs->key_end += inputs->key_end ? row : 0;
+    inputs->key_lengths += inputs->key_lengths ? begin.batch : 0;
 }
 
 /* `host` has the lengths of packed sequences in host memory. */
@@ -88,13 +70,12 @@ static sequence_view view_sequence(const skl_problem *problem, const skl_inputs 
     if (problem->packed) {
         view.problem.len_q = host->cu_seqlens_q[b + 1] - host->cu_seqlens_q[b];
         view.problem.len_k = host->cu_seqlens_k[b + 1] - host->cu_seqlens_k[b];
-        advance_queries(&view.inputs, problem, host->cu_seqlens_q[b]);
-        advance_keys(&view.inputs, problem, host->cu_seqlens_k[b]);
+        advance_inputs(&view.inputs, problem, (view_begin){0, host->cu_seqlens_q[b], host->cu_seqlens_k[b]});
         view.inputs.cu_seqlens_q = view.inputs.cu_seqlens_k = NULL;
         view.problem.packed = 0;
         view.problem.total_q = view.problem.total_k = 0;
     } else {
-        advance_batch(&view.inputs, problem, b);
+        advance_inputs(&view.inputs, problem, (view_begin){.batch = b});
     }
     const int bottom_right = problem->positions == SKL_POSITIONS_BOTTOM_RIGHT;
     view.offset_q = bottom_right ? view.problem.len_k - view.problem.len_q : problem->offset_q;
@@ -207,7 +188,7 @@ static void map_block(const map_work *work, const sequence_view *view, int64_t f
     problem.len_q = rows;
     problem.offset_q = view->offset_q + first_query;
     skl_inputs inputs = view->inputs;
-    advance_queries(&inputs, &problem, first_query);
+    advance_inputs(&inputs, &problem, (view_begin){.query = first_query});
     skl_plan *const plan = plan_create(&problem, &work->options);
     teacher_lse(work, plan, &problem, &inputs);
     for (int64_t column = 0; column < columns; column++)

@@ -12,6 +12,9 @@
 #define STREAMKL_CLI_MAP_ATTENTION_MAP_H
 
 #include "streamkl.h"
+#include "view/picture.h"
+
+#include <stdio.h>
 
 typedef struct attention_map {
     int64_t heads;         /* of the student */
@@ -31,5 +34,8 @@ int64_t attention_map_bucket_begin(int64_t bucket, int64_t count, int64_t length
 
 /* Replaces the first head of p, s or kl by the mean over heads. */
 void attention_map_mean(const attention_map *map, double *picture);
+
+/* Maps on a terminal: coloured half blocks if the terminal supports them, otherwise a ramp of characters. */
+void map_print(FILE *stream, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top);
 
 #endif

@@ -1,7 +1,6 @@
 /* streamkl map: pooled attention maps of the tensors in files. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
-#include "cli/map/print.h"
 #include "device/device.h"
 #include "cli/term/term.h"
 #include "cli/map/attention_map.h"
@@ -274,11 +273,7 @@ int cmd_map(int argc, char **argv)
 {
     static const command_line command = {doc, groups, "FILE..."};
     map_request request = {.head = HEAD_MEAN};
-    request.input =
-        (kl_request){.problem = skl_problem_default(), .options = options_watched(), .layout = LAYOUT_DEFAULT};
-    request.input.problem.gradients = 0;
-    request.input.file_count = (size_t)options_parse(&command, argc, argv, &request);
-    request.input.files = argv + argc - request.input.file_count;
+    kl_request_parse(&request.input, &command, argc, argv, &request);
     kl_inputs inputs = {.files = {NULL, 0}};
     kl_inputs_load(&inputs, &request.input);
     check_outputs(&request, inputs.problem.heads_s);

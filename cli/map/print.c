@@ -1,4 +1,4 @@
-#include "cli/map/print.h"
+#include "cli/map/attention_map.h"
 #include "cli/term/term.h"
 
 #include <math.h>

@@ -1,4 +1,4 @@
-#include "cli/term/printable.h"
+#include "cli/term/term.h"
 
 #include <stdbool.h>
 #include <stddef.h>

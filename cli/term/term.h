@@ -28,4 +28,15 @@ void term_chart(FILE *stream, const double *values, int count, int height);
 /* The mean KL by position, of rows [sequence_count, length] that attend to any key. */
 void term_position_chart(FILE *stream, const float *kl, const float *lse_s, int64_t sequence_count, int64_t length);
 
+/* Text from files and arguments that is shown: replaces the bytes of every character by '?' that could drive the
+ * terminal, break the line or change the order in which its text is shown: control characters (C0, DEL, C1), line
+ * separators and bidirectional controls. */
+void printable_make(char *text);
+
+/* A copy, cut to fit. */
+typedef struct printable {
+    char text[4096];
+} printable;
+printable printable_of(const char *text);
+
 #endif
