@@ -141,53 +141,6 @@ def test_map_refuses_sinks(tmp_path):
     assert plain.returncode == 0 and run("map", *(f"{role}={path}" for role in tensors)).stdout == plain.stdout
 
 
-ROWS = [0] * (BATCH * LEN_Q)
-BAD_OPTIONS = {
-    "bound_text": (["--key-begin", "0,x"], "key_begin=0,x", "integers"),
-    "bound_count": (["--key-end", "1,2,3"], "key_end has 3 entries", "one per query, 74"),
-    "bound_negative": (["--key-begin", listed([-1] + ROWS[1:])], "key_begin[0", "=-1"),
-    "bound_large": (["--key-end", listed([54] * 74)], "key_end[0", "=54"),
-    "bound_decreases": (["--key-end", listed([5, 4] + [9] * 72)], "key_end[1]=4: must not be below key_end[0]=5"),
-    "bound_tensor": (["--key-end", "ends"], '"ends"', "--key-end NAME"),
-    "sink_one_side": (["--sink-t", "1,2"], "sink_s is missing and sink_t is given"),
-    "sink_other_side": (["--sink-s", "1,2"], "sink_t is missing and sink_s is given"),
-    "sink_count": (["--sink-t", "1"], "sink_t=1:", "2 numbers", "one per head"),
-    "sink_many": (["--sink-s", "1,2,3"], "sink_s=1,2,3:", "2 numbers"),
-    "sink_text": (["--sink-t", "1,b"], "sink_t=1,b:"),
-    "sink_nan": (["--sink-t", "-nan,1"], "sink_t=-nan,1:", "below infinity"),
-    "sink_infinite": (["--sink-t", "1,inf"], "sink_t=1,inf:", "below infinity"),
-    "sink_tensor": (["--sink-t", "logits"], '"logits"', "--sink-t NAME"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_OPTIONS)
-def test_bad_options(name, pair, tmp_path):
-    options, *fragments = BAD_OPTIONS[name]
-    assert_refused(run("kl", pair, *options, "--out", tmp_path / "out"), *fragments)
-    assert list(tmp_path.iterdir()) == [pair]
-
-
-# name: (tensors, types, options, fragments)
-BAD_TENSORS = {
-    "bound_shape": ({"key_begin": np.zeros((LEN_Q, BATCH))}, "i32", [], "key_begin [37, 2]", "[B, N] of the queries, [2, 37]"),
-    "bound_rank": ({"key_end": np.zeros(LEN_Q)}, "i32", [], "key_end [37]", "[2, 37]"),
-    "bound_type": ({"key_end": np.zeros((BATCH, LEN_Q))}, "f32", [], "key_end", "F32", "I32 or I64"),
-    "bound_wide": ({"key_end": np.full((BATCH, LEN_Q), 2**40)}, "i64", [], "key_end[0]=1099511627776", "32 bits"),
-    "sink_shape": ({"sink_t": np.zeros(3), "sink_s": np.zeros(2)}, "f32", [], "sink_t [3]", "[H]", "2 heads"),
-    "sink_rank": ({"sink_t": np.zeros((2, 1)), "sink_s": np.zeros(2)}, "f32", [], "sink_t [2, 1]", "[H]"),
-    "sink_type": ({"sink_t": np.zeros(2), "sink_s": np.zeros(2)}, "i32", [], "sink_t", "I32"),
-    "sink_nan": ({"sink_t": np.zeros(2), "sink_s": np.array([0, np.nan])}, "f32", [], "sink_s[1]=nan", "below infinity"),
-    "sink_indexer": ({"sink_t": np.zeros(2), "w_s": np.zeros((BATCH, 1, LEN_Q, 2))}, "f32", ["--student", "indexer"], "sinks=1", "indexer"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_TENSORS)
-def test_bad_tensors(name, tmp_path):
-    tensors, dtype, options, *fragments = BAD_TENSORS[name]
-    path = save(tmp_path / "in.safetensors", {**make_tensors(), **tensors}, **dict.fromkeys(tensors, dtype))
-    assert_refused(run("kl", path, *options), *fragments)
-
-
 def test_sinks_of_teacher_groups_have_no_teacher_gradients(tmp_path):
     path = save(tmp_path / "in.safetensors", make_tensors(heads_t=4))
     sinks = ["--sink-t", "1,2,3,4", "--sink-s", "1,2"]

@@ -44,23 +44,6 @@ def test_info_explains_the_shape_that_was_given():
     assert "dw_s" in text
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--heads", "2"], "--explain must be given too"),
-        (["--gpu", "h100"], "--explain must be given too"),
-        (["--explain", "--gpu", ""], "--gpu=: must be not empty"),
-        (["--explain", "--top-k", "4"], "--top-k: --index-heads must be given too"),
-        (["--explain", "--index-heads", "4", "--grad-teacher"], "--grad-teacher: not available"),
-        (["--explain", "--dtype", "f64"], "--dtype=f64: must be f32, f16 or bf16"),
-        (["--explain", "--dim", "513"], "dim_t=513"),
-        (["--explain", "--kernel", "no_such"], "kernel=no_such"),
-    ],
-)
-def test_info_refusals(options, message):
-    assert_refused(run("info", *options), message)
-
-
 BUILD = json.loads(run("info", "--json").stdout)["build"]
 HAS_GPU_KERNELS = "CUDA" in BUILD
 

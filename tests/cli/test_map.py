@@ -250,38 +250,6 @@ def test_text_is_plain(pair):
         assert words in text
 
 
-BAD = {
-    "buckets_zero": (["--buckets", "0"], "--buckets=0: must be an integer, 1..4096"),
-    "buckets_many": (["--buckets", "4097"], "--buckets=4097"),
-    "head": (["--head", "first"], "--head=first: must be mean, all or the number of a head"),
-    "out": (["--out", "/no/such/folder/map.safetensors"], "/no/such/folder/map.safetensors"),
-    "png": (["--png", "/no/such/folder/map"], "/no/such/folder/map-p.png"),
-    "png_length": (["--png", "x" * 5000], "--png=xxx"),
-    "device": (["--device", "tpu"], "--device=tpu"),
-    "lengths": (["--cu-seqlens-q", "0,50,40"], "cu_seqlens_q"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_names_the_argument(tmp_path, name):
-    options, words = BAD[name]
-    one = save(tmp_path / "pair.safetensors", {name: array[0] for name, array in make_tensors(batch=1, len_q=53).items()})
-    done = run("map", one, *options)
-    assert done.returncode in (2, 5) and done.stdout == ""
-    assert words in done.stderr and len(done.stderr.splitlines()) <= 2
-
-
-def test_no_gpu(pair):
-    if tool.why_no_gpu():
-        done = run("map", pair, "--device", "cuda")
-        assert done.returncode == 4 and "--device=cuda" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_no_file():
-    done = run("map")
-    assert done.returncode == 2 and "FILE" in done.stderr and "streamkl map --help" in done.stderr
-
-
 def test_memory_at_131072(tmp_path):
     """Inputs of 32 MiB; one matrix would take 64 GiB. The window shortens the test; the buffers are those of a full map."""
     random = np.random.default_rng(0)

@@ -101,49 +101,6 @@ def test_same_process_id(pair):
     assert done.returncode == 0, done.stderr
 
 
-# ---- All or none -----------------------------------------------------------------------------------------------------
-
-
-def listing(folder):
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if entry.is_file()}
-
-
-def run_on_a_small_disk(*arguments):
-    """No file can grow beyond 2 KiB."""
-    return run(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048)))
-
-
-def test_kl_keeps_the_old_files(tmp_path):
-    """The rows fit onto the disk, the gradients do not."""
-    pair = save(tmp_path / "pair.safetensors", make_tensors(batch=1, heads_t=1, heads_s=1))
-    outputs = ["--out", tmp_path / "rows", "--grad", tmp_path / "grad"]
-    for old in ({}, {"rows": b"old rows"}, {"grad": b"old gradients"}, {"rows": b"old rows", "grad": b"old gradients"}):
-        for name in ("rows", "grad"):
-            (tmp_path / name).unlink(missing_ok=True)
-        for name, content in old.items():
-            (tmp_path / name).write_bytes(content)
-        before = listing(tmp_path)
-        done = run_on_a_small_disk("kl", pair, *outputs)
-        assert done.returncode == 5 and "grad: cannot write" in done.stderr, done.stderr
-        assert listing(tmp_path) == before
-    assert run("kl", pair, *outputs).returncode == 0
-    assert set(listing(tmp_path)) == {pair.name, "rows", "grad"}
-
-
-def test_map_keeps_the_old_files(pair):
-    """--out fits onto the disk, the pictures do not."""
-    folder = pair.parent
-    options = ["--buckets", "2", "--out", folder / "maps", "--png", folder / "x"]
-    (folder / "maps").write_text("old")
-    (folder / "x-s.png").write_text("old")
-    before = listing(folder)
-    done = run_on_a_small_disk("map", pair, *options)
-    assert done.returncode == 5 and "x-p.png" in done.stderr, done.stderr
-    assert listing(folder) == before
-    assert run("map", pair, *options).returncode == 0
-    assert set(listing(folder)) == {pair.name, "maps", "x-p.png", "x-s.png", "x-kl.png"}
-
-
 def test_many_pictures(tmp_path):
     """More files than a process may have open."""
     path = save(tmp_path / "pair.safetensors", make_tensors(batch=1, heads_t=80, heads_s=80, len_q=1, len_k=1))

@@ -108,19 +108,3 @@ def test_text(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert "70 queries x 90 keys, 4 heads" in done.stdout and done.stdout.count("    key ") == 2
     assert "head   entropy  distance  max logit" in done.stdout and "attention by distance, all heads" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (["--rows", "3"], "--rows=3: must be BEGIN,END, two integers"),
-        (["--top", "0"], "--top=0: must be"),
-        (["--q-s", "absent"], "absent"),
-        (["--softcap", "-1"], "softcap_s=-1: must be finite and at least 0"),
-    ],
-)
-def test_bad_options(options, message, tmp_path):
-    path = tmp_path / "layer.safetensors"
-    save(path, tensors())
-    done = run("stats", path, *options)
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
