@@ -1,20 +1,18 @@
 """Times the loss that trains a sparse attention's indexer compared with naive code, and checks the results.
 
     bench/run.py indexer                                  # 8192 tokens, 64 teacher heads of 128, 32 index heads of 128
-    bench/run.py indexer --length 131072 --no-naive       # the naive code would run out of memory
+    bench/run.py indexer --length 131072                  # the naive code runs out of memory
     bench/run.py indexer --top-k 2048                     # sparse
     bench/run.py indexer --top-k 2048 --key-heads 1 --dim 576 --tilelang DIR   # latent attention, and TileLang's example
 
     streamkl       the C library, with the teacher's LSE as its attention has returned it
     no LSE given   the same, which computes that LSE first
-    naive          unfused training code: bf16 einsum to [heads, N, N] teacher scores, f32 softmax, mean over heads;
-                   [index heads, N, N] dot products, ReLU, weights, sum; KL in log space; autograd. Sparse: gathers the keys
-                   of each row, for as many rows at once as 4 GiB of teacher keys allow
+    naive          unfused training code over all keys: bf16 einsum to [heads, N, N] teacher scores, f32 softmax, mean over
+                   heads; [index heads, N, N] dot products, ReLU, weights, sum; KL in log space; autograd
     tilelang       the kernels of TileLang's examples/dsa_sparse_finetune in DIR: the target and the gradients, without a
                    KL, with the softmax of the index logits given
 
-Loss and all gradients of a problem of 1000 tokens, and 16 rows of the large one, are compared with float64. The naive code,
-run in float64, must agree to the last digits.
+Our loss and all gradients of a problem of 1000 tokens, and 16 rows of the large one, are compared with float64.
 """
 
 from dataclasses import dataclass, replace
@@ -25,10 +23,10 @@ import torch
 
 from harness.attention import WRONG, WRONG_16_BITS, relative_error
 from harness.library import DTYPES, FORWARD, STEP, Calls, address, addresses, lib
-from harness.report import bytes_text, errors_text, ratio, too_large
+from harness.report import errors_text, ratio
 from harness.run import Method, make_peer
 from harness.timing import release_memory
-from peers.attention import PYTORCH
+from peers.attention import PYTORCH, leaves_of
 from peers.tilelang_dsa import ENTRY, TILELANG, tilelang_step
 from streamkl import reference
 from streamkl._problem import DK_S, DQ_S, DW_S, INDEXER
@@ -113,7 +111,6 @@ def add_options(parser):
     add("--top-k", 0, "sparse: keys per row, 0: all")
     parser.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
     parser.add_argument("--tilelang", type=Path, metavar="DIR", help=f"also time TileLang's example: DIR has {ENTRY}")
-    parser.add_argument("--no-naive", action="store_true", help="leave the naive code out")
     parser.set_defaults(sample_ms=600)
 
 
@@ -221,88 +218,43 @@ def ours(tensors, case, names=(STREAMKL, NO_LSE)):
 # ---- Naive code ----------------------------------------------------------------------------------------------------
 
 
-GATHERED_BYTES = 4 << 30  # limit of teacher keys that are gathered at once; more are not faster
-
-
 def widened(scores):
     """f32, or float64 if the scores are float64, which shows that the formula is the same."""
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def kl_of_scores(case, scores, dots, w_s, hidden):
-    """KL of rows [batch, i] from scores [batch, heads, i, j]: softmax, mean over heads, log_softmax, sum.
+def naive_kl(case, q_t, k_t, q_s, k_s, w_s):
+    """KL of every row over all keys: softmax, mean over heads, log_softmax, sum."""
 
-    scores() makes the teacher's scores, which are freed before the indexer's are allocated. hidden: bool [.., i, j], or None.
-    """
-
-    def masked(logits):
-        return logits if hidden is None else logits.masked_fill(hidden, -torch.inf)
+    def masked(logits, value):
+        ones = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device)
+        return logits.masked_fill(ones.triu(1), value) if case.causal else logits
 
     with torch.no_grad():
-        target = torch.softmax(masked(widened(scores()) * case.dim**-0.5), dim=-1).mean(dim=1)
+        scores = torch.einsum("bhid,bhjd->bhij", q_t, k_t.repeat_interleave(case.heads // case.key_heads, dim=1))
+        target = torch.softmax(masked(widened(scores) * case.dim**-0.5, -torch.inf), dim=-1).mean(dim=1)
+        del scores  # before those of the indexer
+    dots = widened(torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]).relu())
     weights = w_s[:, 0].transpose(1, 2).unsqueeze(-1)  # [batch, index heads, i, 1]
-    logits = (widened(dots().relu()) * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
-    log_s = torch.log_softmax(masked(logits), dim=-1)
-    if hidden is not None:
-        log_s = log_s.masked_fill(hidden, 0.0)  # where the target is 0
+    logits = (dots * weights).sum(dim=1) * (case.index_dim * case.index_heads) ** -0.5
+    log_s = masked(torch.log_softmax(masked(logits, -torch.inf), dim=-1), 0.0)  # 0 where the target is 0
     return (torch.xlogy(target, target) - target * log_s).sum(dim=-1)
 
 
-def dense_kl(case, q_t, k_t, q_s, k_s, w_s):
-    """KL of every row over all keys."""
-    hidden = None
-    if case.causal:
-        hidden = torch.ones((case.length, case.length), dtype=torch.bool, device=q_t.device).triu(1)
+def naive(tensors, case):
+    if case.top_k:
+        raise ValueError("it is for all keys")
+    leaves = q_s, k_s, w_s = leaves_of(*(tensors[name] for name in ("q_s", "k_s", "w_s")))
 
-    def scores():
-        return torch.einsum("bhid,bhjd->bhij", q_t, k_t.repeat_interleave(case.heads // case.key_heads, dim=1))
-
-    return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bjd->bgij", q_s, k_s[:, 0]), w_s, hidden)
-
-
-def sparse_kl(case, q_t, k_t, q_s, k_s, w_s, indices):
-    """KL of the given rows over their top-k keys, which are gathered to [batch, key heads, i, j, dim]."""
-    hidden, keys = indices[:, 0] < 0, indices[0, 0].clamp(min=0).long()
-
-    def scores():
-        by_key_head = q_t.unflatten(1, (case.key_heads, -1))
-        return torch.einsum("bkgid,bkijd->bkgij", by_key_head, k_t[:, :, keys]).flatten(1, 2)
-
-    return kl_of_scores(case, scores, lambda: torch.einsum("bgid,bijd->bgij", q_s, k_s[:, 0, keys]), w_s, hidden)
-
-
-def rows_together(case, dtype=torch.bfloat16):
-    """Sparse: rows whose gathered teacher keys fit into GATHERED_BYTES. Dense: all rows."""
-    row_bytes = case.top_k * case.key_heads * case.dim * dtype.itemsize
-    return max(1, min(case.length, GATHERED_BYTES // row_bytes)) if case.top_k else case.length
-
-
-def naive(tensors, case, name=NAIVE):
-    """Dense: all rows at once. Sparse: chunks of rows, whose gradients are added."""
-    trained = {name: tensors[name].detach().clone().requires_grad_() for name in ("q_s", "k_s", "w_s")}
-    tensors, together = tensors | trained, rows_together(case, tensors["q_t"].dtype)
-
-    def chunks():
-        for begin in range(0, case.length, together):
-            rows = slice(begin, begin + together)
-            some = {name: tensors[name][:, :, rows] for name in ("q_t", "q_s", "w_s", "indices") if name in tensors}
-            yield (sparse_kl if case.top_k else dense_kl)(case, **(tensors | some))
-
-    def forward():
-        with torch.no_grad():
-            return torch.cat(list(chunks()), dim=1)
+    def kl():
+        return naive_kl(case, tensors["q_t"], tensors["k_t"], q_s, k_s, w_s)
 
     def step():
-        kl = []
-        for tensor in trained.values():
-            tensor.grad = None
-        for some in chunks():
-            some.sum().backward()
-            kl.append(some.detach())
-        dq, dk, dw = (tensor.grad for tensor in trained.values())
-        return {"kl": torch.cat(kl, dim=1)[0], "dq": dq, "dk": dk, "dw": dw}
+        rows = kl()
+        dq, dk, dw = torch.autograd.grad(rows.sum(), leaves)
+        return {"kl": rows.detach()[0], "dq": dq, "dk": dk, "dw": dw}
 
-    return Method(name, {FORWARD: forward, STEP: step}, PYTORCH, flops_of(case), step)
+    return Method(NAIVE, {FORWARD: torch.no_grad()(kl), STEP: step}, PYTORCH, flops_of(case), step)
 
 
 # ---- Exact results -------------------------------------------------------------------------------------------------
@@ -347,32 +299,14 @@ def some_rows(case, device, count=16):
 
 
 def check_small(case, device):
-    """(lines, what is wrong): loss and all gradients of StreamKL and of the naive code, compared with float64."""
+    """(lines, what is wrong): our loss and all gradients, compared with float64."""
     tensors = make_tensors(case, device)
     exact = ExactRows(tensors, case, torch.arange(case.length, device=device))
-    in_float64 = {name: tensor if name == "indices" else tensor.double() for name, tensor in tensors.items()}
-    float64 = naive(in_float64, case, "naive, f64")
-    lines, wrong = [], []
-    for method in [*ours(tensors, case)[0], naive(tensors, case), float64]:
-        method.is_peer = method.name == NAIVE
+    methods, _ = ours(tensors, case)
+    for method in methods:
         method.examine(exact, device)
-        lines.append(f"N={case.length}, {method.name}: {errors_text(method.errors)}")
-        wrong += method.wrong or ([f"{method.name}: {method.refusal}"] if method.refusal else [])
-    off = too_large(float64.errors, dict.fromkeys(exact.exact, 1e-12))
-    return lines, wrong + [f"{float64.name}: {text}" for text in off]
-
-
-def make_naive(tensors, case, exact, run):
-    """If it is left out, or out of memory, the table says so."""
-    rows, keys = rows_together(case), min(case.top_k or case.length, case.length)
-    size = bytes_text(4 * case.heads * rows * keys)
-    scores = f"its teacher scores alone, [{case.heads}, {rows}, {keys}] in f32, are {size}"
-    if run.given.no_naive:
-        return Method(NAIVE, is_peer=True, refusal=f"--no-naive; {scores}")
-    method = make_peer(NAIVE, lambda: naive(tensors, case), exact, run.device)
-    if method.refusal.startswith("OutOfMemoryError"):
-        method.refusal = f"out of memory; {scores}. {method.refusal}"
-    return method
+    lines = [f"N={case.length}, {method.name}: {errors_text(method.errors)}" for method in methods]
+    return lines, [text for method in methods for text in method.wrong]
 
 
 def make_tilelang(tensors, case, exact, run):
@@ -393,7 +327,7 @@ def measure(case, run):
     methods, launches = ours(tensors, case)
     for method in methods:
         method.examine(exact, run.device)
-    naive_code = make_naive(tensors, case, exact, run)
+    naive_code = make_peer(NAIVE, lambda: naive(tensors, case), exact, run.device)
     methods.append(naive_code)
     if run.given.tilelang:
         methods.append(make_tilelang(tensors, case, exact, run))

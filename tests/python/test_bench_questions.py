@@ -214,10 +214,6 @@ def small_indexer(top_k, causal=True):
     )
 
 
-def in_float64(tensors):
-    return {name: tensor if name == "indices" else tensor.double() for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("top_k", [0, 9, 60])
 def test_indexer_methods_agree_with_float64(top_k, causal):
@@ -232,10 +228,11 @@ def test_indexer_methods_agree_with_float64(top_k, causal):
         results = method.step()
         for exact in (whole, some):
             assert not too_large(exact.errors(results), exact.limits)
-    naive = indexer.naive(tensors, case)
-    assert all(error <= PEER_WRONG for error in whole.errors(naive.step()).values())
-    naive = indexer.naive(in_float64(tensors), case)
-    assert all(error <= 1e-12 for error in whole.errors(naive.step()).values())
+    if top_k:
+        return
+    assert all(error <= PEER_WRONG for error in whole.errors(indexer.naive(tensors, case).step()).values())
+    in_float64 = {name: tensor.double() for name, tensor in tensors.items()}
+    assert all(error <= 1e-12 for error in whole.errors(indexer.naive(in_float64, case).step()).values())
 
 
 @pytest.mark.parametrize("top_blocks", [0, 2])
@@ -249,15 +246,6 @@ def test_pooled_teachers_agree_with_float64(top_blocks):
         )
         for method in methods:
             assert method.errors.keys() == {"kl", "dq", "dk", "dw"} and not method.wrong and not method.refusal
-
-
-def test_gradients_of_naive_chunks_add_up(monkeypatch):
-    case = small_indexer(9)
-    tensors = in_float64(indexer.make_tensors(case, CPU))
-    monkeypatch.setattr(indexer, "GATHERED_BYTES", 7 * 9 * 2 * 32 * 8)
-    assert indexer.rows_together(case, torch.float64) == 7
-    whole = indexer.ExactRows(tensors, case, torch.arange(50))
-    assert all(error <= 1e-12 for error in whole.errors(indexer.naive(tensors, case).step()).values())
 
 
 def test_forward_alone_equals_the_forward_of_a_step():
@@ -294,7 +282,7 @@ def test_a_tilelang_example_is_a_peer(tmp_path):
         (tmp_path / f"{name}.py").write_text(text)
     for dim in 576, 32:
         case = replace(small_indexer(9), heads=4, key_heads=1, dim=dim)
-        measured = indexer.measure(case, run_of(indexer, no_naive=True, tilelang=tmp_path))
+        measured = indexer.measure(case, run_of(indexer, tilelang=tmp_path))
         (row,) = [row for row in measured.rows if row["method"] == "tilelang"]
         if dim == 576:
             assert row["pass"] == STEP and float(row["dq_error"]) < PEER_WRONG and float(row["dw_error"]) < PEER_WRONG
@@ -302,18 +290,15 @@ def test_a_tilelang_example_is_a_peer(tmp_path):
             assert "one key head of 512 + 64 dimensions" in row["note"]
 
 
-def test_rows_of_an_indexer():
-    for no_naive in False, True:
-        result = indexer.measure(small_indexer(9), run_of(indexer, no_naive=no_naive, tilelang=None))
-        assert not result.wrong and result.lines[3].startswith("N=50, naive, f64: relative errors: kl ")
-        assert all(row["naive_ratio"] for row in result.rows if row["method"] == "streamkl") is not no_naive
-        found = {row["method"] for row in result.rows if row.get("ms")}
-        assert found == {"streamkl", "no LSE given"} | (set() if no_naive else {"naive"})
-        notes = {row["method"]: row["note"] for row in result.rows if "note" in row}
-        assert notes.keys() == ({"naive"} if no_naive else set())
-        assert not no_naive or notes["naive"].startswith(
-            "not measured: --no-naive; its teacher scores alone, [4, 50, 9]"
-        )
+@pytest.mark.parametrize("top_k", [0, 9])
+def test_rows_of_an_indexer(top_k):
+    result = indexer.measure(small_indexer(top_k), run_of(indexer, tilelang=None))
+    assert not result.wrong and result.lines[1].startswith("N=50, no LSE given: relative errors: kl ")
+    assert all(bool(row["naive_ratio"]) is not bool(top_k) for row in result.rows if row["method"] == "streamkl")
+    found = {row["method"] for row in result.rows if row.get("ms")}
+    assert found == {"streamkl", "no LSE given"} | (set() if top_k else {"naive"})
+    notes = {row["method"]: row["note"] for row in result.rows if "note" in row}
+    assert notes == ({"naive": "not measured: ValueError: it is for all keys"} if top_k else {})
 
 
 # ---- A training step -----------------------------------------------------------------------------------------------
