@@ -4,15 +4,13 @@
     bench/scaling.py                                # an 8B-like model: 32 query heads, 8 key heads of 128, 32 layers
     bench/scaling.py --heads 16 --key-heads 16      # another one
     bench/scaling.py --two-passes                   # without the LSEs of the attention
-    bench/scaling.py --node-link 50 --node-size 8   # GB/s of a GPU's network link, GPUs per node
     torchrun --nproc-per-node=8 bench/scaling.py --measure 131072   # on these GPUs: a layer's step, next to its plan
 
-Nothing is measured without --measure. Computed from the newest rows of bench/results/peers.csv that one GPU has measured, and from
-link rates:
+Nothing is measured without --measure. Rates of a GPU are the newest of bench/results/peers.csv, and links have the rates of
+their data sheets times --efficiency:
 
-    compute         pairs / W x 2 dim x products / rate: zigzag gives every rank the same number of visible pairs.
-                    The rate is that of the longest causal sequence in the file, of heads of the same size,
-                    whatever the number of heads
+    compute         pairs / W x 2 dim x products / rate: zigzag gives every rank the same number of visible pairs. The rate is
+                    that of the longest causal sequence in the file, of heads of the same size, whatever their number
     communication   all-gather of k_t and k_s (once per pass), reduce-scatter of dk in f32, per layer. All GPUs of a
                     node receive over their network links what the other nodes hold, and pass it on over NVLink;
                     the slower one counts
@@ -22,9 +20,8 @@ link rates:
     memory          of one layer: shards of q, k, dq and dk, row vectors, and at most two slices of gathered keys and
                     of f32 dk
 
-Assumptions: bf16; teacher and student of the same shape; the rates of links are those of their data sheets times
---efficiency; power and clocks do not change with the number of GPUs; layers run one after the other; nothing else
-uses the links.
+Assumptions: bf16; teacher and student of the same shape; power and clocks do not change with the number of GPUs; layers
+run one after the other; nothing else uses the links.
 """
 
 import argparse
@@ -71,16 +68,16 @@ class Cluster:
         return max(over_nvlink, over_network) / self.efficiency
 
 
-def newest_rates(path, dim):
+def newest_rates(dim):
     """({pass: TFLOP/s}, the row's description) of the longest causal sequence of heads of `dim`."""
-    with path.open(newline="") as file:
+    with RESULTS.open(newline="") as file:
         rows = [
             row for row in csv.DictReader(file)
             if row["method"] == "streamkl" and row["mask"] == "causal" and row["dim"] == str(dim) and row["tflops"]
             and not row["packed"] and row["pass"] in PASSES
         ]  # fmt: skip
     if not rows:
-        raise SystemExit(f"scaling.py: {path} has no causal rows of streamkl with heads of {dim}")
+        raise SystemExit(f"scaling.py: {RESULTS} has no causal rows of streamkl with heads of {dim}")
     longest = max(int(row["length"]) for row in rows)
     newest = {row["pass"]: row for row in rows if int(row["length"]) == longest}  # later rows are newer
     figures = (f"{name} {row['tflops']} TFLOP/s ({row['gpu']}, {row['commit']})" for name, row in newest.items())
@@ -146,8 +143,9 @@ class Plan:
 
 
 def table(plans):
-    head = "tokens   GPUs  compute, s  communication, s  exposed, s  step, s  shards, GiB  gathered, GiB  total, GiB"
-    lines = [head]
+    lines = [
+        "tokens   GPUs  compute, s  communication, s  exposed, s  step, s  shards, GiB  gathered, GiB  total, GiB"
+    ]
     for plan in plans:
         layers, memory = plan.model.layers, {name: size / 2**30 for name, size in plan.memory.items()}
         communication, exposed = (0.0, 0.0) if plan.ranks == 1 else (plan.communication, plan.exposed)
@@ -209,23 +207,22 @@ def measured(model, length, two_passes, rounds=5):
 
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=32, metavar="N", help="query heads; default 32")
-    parser.add_argument("--key-heads", type=int, default=8, metavar="N", help="default 8")
-    parser.add_argument("--dim", type=int, default=128, metavar="N", help="head size; default 128")
-    parser.add_argument("--layers", type=int, default=32, metavar="N", help="compared layers; default 32")
+
+    def add(option, default, help):
+        parser.add_argument(
+            option, type=type(default), default=default, metavar="N", help=f"{help}; default {default}"
+        )
+
+    add("--heads", 32, "query heads")
+    add("--key-heads", 8, "key heads")
+    add("--dim", 128, "head size")
+    add("--layers", 32, "compared layers")
+    add("--node-size", 8, "GPUs per node")
+    add("--node-link", 50.0, "GB/s per GPU between nodes, 400 Gb/s")
+    add("--nvlink", 450.0, "GB/s per GPU inside a node, NVLink 4")
+    add("--efficiency", 0.8, "of links")
     parser.add_argument("--two-passes", action="store_true", help="forward and backward, without given LSEs")
     parser.add_argument("--measure", type=int, metavar="N", help="under torchrun: time a layer of N tokens in all")
-    parser.add_argument("--node-size", type=int, default=8, metavar="N", help="GPUs per node; default 8")
-    parser.add_argument(
-        "--node-link", type=float, default=50, metavar="X", help="GB/s per GPU between nodes; default 50: 400 Gb/s"
-    )
-    parser.add_argument(
-        "--nvlink", type=float, default=450, metavar="X", help="GB/s per GPU inside a node; default 450: NVLink 4"
-    )
-    parser.add_argument("--efficiency", type=float, default=0.8, metavar="X", help="of links; default 0.8")
-    parser.add_argument(
-        "--results", type=Path, default=RESULTS, metavar="FILE", help="measured rates; default peers.csv"
-    )
     return parser
 
 
@@ -239,20 +236,20 @@ def main():
         min(given.heads, given.key_heads, given.dim, given.layers, given.node_size) < 1
         or given.heads % given.key_heads
     ):
-        asked.error(
-            f"--key-heads={given.key_heads}: must divide --heads={given.heads}, and all sizes must be at least 1"
-        )
+        asked.error(f"--key-heads={given.key_heads}: must divide --heads={given.heads}; sizes must be at least 1")
     if not all(math.isfinite(rate) and rate > 0 for rate in (given.node_link, given.nvlink, given.efficiency)):
         asked.error("--node-link, --nvlink and --efficiency: must be positive numbers")
     model = Model(given.heads, given.key_heads, given.dim, given.layers)
     cluster = Cluster(given.node_size, given.node_link, given.nvlink, given.efficiency)
-    rates, about = newest_rates(given.results, given.dim)
+    rates, about = newest_rates(given.dim)
     if given.measure:
         if found := measured(model, given.measure, given.two_passes):
             seconds, ranks = found
             plan = Plan(model, cluster, rates, given.measure, ranks, given.two_passes)
             planned = plan.compute + (plan.exposed if ranks > 1 else 0.0)
-            print(f"{given.measure} tokens, {ranks} ranks, one layer: measured {seconds:.4f} s, planned {planned:.4f} s")
+            print(
+                f"{given.measure} tokens, {ranks} ranks, one layer: measured {seconds:.4f} s, planned {planned:.4f} s"
+            )
         return
     print(f"rates of one GPU at {about}")
     heads = f"{model.heads} query heads and {model.key_heads} key heads of {model.dim}"

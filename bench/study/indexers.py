@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains DSA-style indexers for a frozen model without indexers: a dense stage, then a sparse one.
 
-    indexers.py --teacher DIR --data DIR --out FILE.csv [--limit SECONDS]
+    indexers.py --teacher DIR --data DIR --out FILE.csv
 
 An indexer per layer scores keys as sum_g w_g relu(<q_g, k>), with index heads of the size of the model's heads and its RoPE.
 The dense stage learns the attention over all keys (streamkl.indexer_kl), the sparse stage that over the indexer's own
@@ -141,7 +141,6 @@ def main() -> None:
     parser.add_argument("--train-top", type=int, default=512)
     parser.add_argument("--tops", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--sequences", type=int, default=8)
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds of training")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -190,10 +189,8 @@ def main() -> None:
     for top in given.tops:
         measure("none", "recent", top, 0)
     taken = 0
-    for stage, count, share in ("dense", given.dense_steps, 0.7), ("sparse", given.sparse_steps, 1.0):
+    for stage, count in ("dense", given.dense_steps), ("sparse", given.sparse_steps):
         for _ in range(count):
-            if time.monotonic() - began > share * given.limit:
-                break
             step(f"train-{stage}", taken)
             taken += 1
         kl = torch.stack(sparse.losses[-model.config.num_hidden_layers :]).mean().item()

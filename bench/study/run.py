@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Runs the arms of the study together, in one process on one GPU.
 
-    run.py --arms arms.toml --teacher DIR --data DIR --out DIR [--seed N] [--limit SECONDS] [--least-tokens N] [--only NAME ...]
+    run.py --arms arms.toml --teacher DIR --data DIR --out DIR [--seed N] [--steps N] [--only NAME ...]
 
-The arms file has [options], which all arms share, and [[arm]] tables in the order of their priority: a name and any options of
-streamkl-distill; `student = "@NAME"` is the student that the arm NAME has left with --save. All arms read the same batch in every step, and the teacher reads it once for all of them. With --limit, as
-many arms run, at least two, as can read --least-tokens each, and the number of steps is what the time allows. At the end,
-OUT/arms.csv (one row per arm) and OUT/curves.csv receive the arms' rows.
+The arms file has [options], which all arms share, and [[arm]] tables: a name and any options of streamkl-distill;
+`student = "@NAME"` is the student that the arm NAME has left with --save. All arms read the same batch in every step, and the
+teacher reads it once for all of them. OUT/arms.csv (one row per arm) and OUT/curves.csv receive the arms' rows.
 """
 
 import argparse
@@ -40,7 +39,6 @@ MEASURED = 10  # measurements of the held-out loss during training
 MEASURED_SEQUENCES = 64
 TOGETHER = 8  # sequences of a forward without gradients
 POSITIONS = 16  # points of a curve over the positions
-WARM, TIMED = 4, 6  # steps that decide how many follow
 CURVES = ("arm", "seed", "curve", "role", "at", "value")
 
 
@@ -90,13 +88,6 @@ class Arm:
         names = ("student", "student_layers", "student_heads", "student_key_heads", "init_layers", "init_heads", "layer_map")
         return tuple(str(getattr(options, name)) for name in names)
 
-    def restart(self, weights: dict) -> None:
-        """Undoes the steps since the weights were taken."""
-        run = self.run
-        run.student.load_state_dict(weights)
-        run.optimizer.state.clear()
-        run.step, run.seconds, run.history = 0, 0.0, []
-
     def measure(self) -> None:
         losses = held_out_losses(self.run, self.run.student, MEASURED_SEQUENCES)
         self.measured.append((self.run.step, losses.mean().item()))
@@ -119,6 +110,8 @@ def read_arms(given: argparse.Namespace) -> dict[str, Options]:
     file = tomllib.loads(given.arms.read_text())
     common = {"teacher": given.teacher, "data": [str(given.data / "train.npy")], "held-out": [str(given.data / "held-out.npy")],
               "seed": given.seed, "overwrite": True, **file["options"]}  # fmt: skip
+    if given.steps:
+        common["steps"] = given.steps
     if given.cpu:
         common["cpu"] = True
     arms = {}
@@ -165,59 +158,20 @@ class Together:
         for arm in self.arms:
             arm.run.history.append(arm.run.advance())
 
-    def calibrate(self) -> tuple[float, dict[str, float]]:
-        """(seconds of the teacher, of each arm) per step. The students are as before."""
-        weights = [{name: each.clone() for name, each in arm.run.student.state_dict().items()} for arm in self.arms]
-        for _ in range(WARM + TIMED):
-            self.step()
-        own = {arm.name: statistics.median(_seconds(each, arm.run) for each in arm.run.history[WARM:]) for arm in self.arms}
-        teacher = statistics.median(self.teacher_seconds[WARM:])
-        for arm, saved in zip(self.arms, weights):
-            arm.restart(saved)
-        self.teacher_seconds.clear()
-        return teacher, own
-
-    def keep(self, count: int) -> None:
-        del self.arms[count:]
-
 
 def _seconds(entry: dict, run: Run) -> float:
     return run.tokens_per_step() / entry["tokens_per_second"]
-
-
-def plan(teacher: float, arms: dict[str, float], seconds: float, evaluation: float, least_steps: int) -> tuple[int, int]:
-    """(arms, steps): as many of the first arms, at least two, as can take `least_steps` steps in these seconds.
-
-    `arms` are {name: seconds per step}, and `evaluation` the seconds of an arm apart from its steps. A control is not the last
-    arm: nothing would be compared with it.
-    """
-    names, times = list(arms), list(arms.values())
-    counts = [n for n in range(min(2, len(arms)), len(arms) + 1) if not names[n - 1].endswith("control") or n < 2]
-    steps = {n: int((seconds - n * evaluation) / (teacher + sum(times[:n]))) for n in counts}
-    count = max((n for n, each in steps.items() if each >= least_steps), default=min(steps))
-    return count, max(steps[count], MEASURED)
 
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def train(arms: list[Arm], given: argparse.Namespace, began: float, evaluation: float) -> Together:
-    together = Together(arms)
+def train(arms: list[Arm]) -> Together:
+    together, steps = Together(arms), arms[0].run.options.steps
     with ExitStack() as stack:
         for arm in arms:
             stack.enter_context(arm.run.objective.attached())
-        steps, tokens = arms[0].run.options.steps, arms[0].run.tokens_per_step()
-        if given.limit:
-            teacher, own = together.calibrate()
-            for name, each in own.items():
-                say(f"{name}: {1e3 * each:.1f} ms per step, {tokens / each:,.0f} tokens/s")
-            left = began + given.limit - time.monotonic()
-            count, steps = plan(teacher, own, left - 5, 1.1 * evaluation + 4, -(-given.least_tokens // tokens))
-            say(f"teacher: {1e3 * teacher:.1f} ms per step; {count} arms take {steps} steps of {tokens:,} tokens; {left:.0f} s left")
-            together.keep(count)
-        for arm in arms:
-            arm.run.options.steps = steps
             arm.measure()
         every = -(-steps // MEASURED)
         for step in range(1, steps + 1):
@@ -227,10 +181,6 @@ def train(arms: list[Arm], given: argparse.Namespace, began: float, evaluation: 
                     arm.measure()
                 losses = ", ".join(f"{arm.name} {arm.measured[-1][1]:.3f}" for arm in arms)
                 say(f"step {step} of {steps}: held-out loss: {losses}")
-            late = given.limit and began + given.limit - time.monotonic() < 0.8 * evaluation * len(arms)
-            if late:
-                say(f"stopped at step {step} of {steps}: the time is up")
-                break
     return together
 
 
@@ -305,15 +255,13 @@ def _write(path: Path, names: list[str], rows: list[dict]) -> None:
 
 
 def main() -> None:
-    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", type=Path, required=True)
     parser.add_argument("--teacher", required=True)
     parser.add_argument("--data", type=Path, required=True, help="a folder with train.npy and held-out.npy")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit", type=float, default=0, help="seconds; 0: the steps of the arms file")
-    parser.add_argument("--least-tokens", type=int, default=20_000_000, help="of an arm; a limit leaves the last arms out")
+    parser.add_argument("--steps", type=int, default=0, help="default: those of the arms file")
     parser.add_argument("--sequences", type=int, default=192, help="held-out sequences of the loss")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--commit", default="", help="default: that of the working tree")
@@ -325,14 +273,10 @@ def main() -> None:
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
         ).stdout.strip()
     arms: list[Arm] = []
-    evaluation = 0.0
     for name, options in read_arms(given).items():
-        started = time.monotonic()
         arms.append(Arm(name, options, arms))
-        took = time.monotonic() - started
-        evaluation = max(evaluation, took)
-        say(f"{name}: {took:.1f} s until it can train")
-    together = train(arms, given, began, evaluation)
+        say(f"{name}: can train")
+    together = train(arms)
     rows, curves = [], []
     of_teacher = held_out_losses(arms[0].run, arms[0].run.teacher, given.sequences)
     for arm in arms:
