@@ -283,6 +283,10 @@ def some_problems():
     context_parallel(one_pass, layout="contiguous", comm="allgather")
     context_parallel(key_lengths, layout="contiguous", comm="allgather")
     context_parallel(sparse_indexer, layout="zigzag", comm="ring")
+    context_parallel(chunked, layout="contiguous", comm="ring")
+    context_parallel(sinks_of_groups, layout="zigzag", comm="ring")
+    context_parallel(sparse_packed_indexer, layout="contiguous", comm="allgather")
+    context_parallel(dense_indexer_with_lse, layout="zigzag", comm="allgather")
 
 
 def layout_of_torch():

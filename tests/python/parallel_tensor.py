@@ -106,6 +106,18 @@ def refusals():
             assert expected in str(error), error
         else:
             raise AssertionError(f"no error: {expected}")
+    world, own = dist.get_world_size(), [tensor.detach() for tensor in make_indexer(len_q=8, len_k=8)[:5]]
+    uneven, bounds = torch.zeros(2 * world + 1, 1, 1), torch.tensor([0, 2 * world])
+    for call, expected in (
+        (lambda: streamkl.indexer_kl(*own, return_rows=True, parallel=Parallel(dist.group.WORLD, comm="ring")), "row states do not give"),
+        (lambda: shard(uneven, dist.group.WORLD, 0, cu_seqlens=bounds), f"{2 * world + 1} tokens: must be a multiple of {world}, the size"),
+    ):  # fmt: skip
+        try:
+            call()
+        except ValueError as error:
+            assert expected in str(error), error
+        else:
+            raise AssertionError(f"no error: {expected}")
 
 
 def teacher_heads_and_context():

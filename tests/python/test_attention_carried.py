@@ -11,6 +11,7 @@ from cases import LONG
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
+from streamkl._options import CarriedOptions, translate
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -258,3 +259,14 @@ def test_cannot_be_differentiated_twice():
     (gradient,) = torch.autograd.grad((out * call.upstream).sum(), call.q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
         gradient.sum().backward()
+
+
+def test_traced_attention_without_the_value():
+    """The operator of compiled code leaves the KL to its backward if nobody asks for the value and the LSE is given."""
+    q, k, v, q_t, k_t = (torch.randn(1, 7, 2, 8) for _ in range(5))
+    lengths, options = translate(CarriedOptions, 0, {})
+    known = streamkl.attention_kl(q_t, k_t, q, k, return_lse=True)
+    output, kl, lse_t, lse_s = torch.ops.streamkl.carried_attention(q, k, v, q_t, k_t, known[1], False, *lengths, *options)
+    assert kl.shape == lse_s.shape and (kl == 0).all() and lse_t.numel() == 0
+    torch.testing.assert_close(lse_s, known[2])
+    torch.testing.assert_close(output, streamkl.attention(q, k, v, q_t=q_t, k_t=k_t)[0])

@@ -1,10 +1,15 @@
 """Output KL and language loss in chunks: those of whole logits in float64, without a tensor of tokens x vocabulary numbers."""
 
+import importlib.util
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cases import OnGpu
 from hf_models import batch, bert, gemma2, llama
 
 from streamkl.distill import _output_losses as chunked
@@ -120,6 +125,42 @@ def test_logits_that_are_not_those_of_a_linear_head():
     outputs = Outputs(model)
     assert type(outputs.head) is torch.nn.Identity
     assert torch.equal(outputs.hidden(ids), model(input_ids=ids).logits)
+
+
+def test_the_fused_kernel_overwrites_its_own_logits_alone(monkeypatch):
+    """Those of a linear head are a temporary; hidden states that are logits are the caller's. The kernel needs Triton."""
+    on_gpu = torch.zeros(1).as_subclass(OnGpu)
+    assert chunked._is_fused(on_gpu) == (importlib.util.find_spec("triton") is not None)
+    assert not chunked._is_fused(torch.zeros(1)) and not chunked._is_fused(torch.zeros(1).double().as_subclass(OnGpu))
+    overwrites = []
+    monkeypatch.setattr(chunked, "_is_fused", lambda _: True)
+    monkeypatch.setattr(
+        chunked, "_fused_losses", lambda *given: overwrites.append(given[-1]) or chunked._chunk_losses(*given)
+    )
+    head_t, head_s, hidden_t, hidden_s, labels = problem()
+    chunked.output_losses(head_t, head_s, hidden_t, hidden_s, labels, (1.0, 1.0), 30)
+    identity = torch.nn.Identity()
+    chunked.output_losses(identity, identity, head_t(hidden_t), head_s(hidden_s), labels, (1.0, 1.0), 30)
+    assert overwrites == [True, False]
+
+
+@pytest.mark.parametrize("may_overwrite", [False, True])
+@pytest.mark.parametrize("has_teacher", [False, True])
+def test_arguments_of_the_fused_kernel(monkeypatch, may_overwrite, has_teacher):
+    """Contiguous logits, and a gradient that is a tensor of its own unless the logits may be overwritten."""
+    given = []
+
+    def kernel(logits_s, logits_t, labels, w_output, w_language, dy):
+        given.extend((logits_s, logits_t, dy))
+        return torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+
+    monkeypatch.setitem(sys.modules, "streamkl.distill._output_kernel", SimpleNamespace(fused_losses=kernel))
+    logits = torch.randn(9, 2).T
+    teacher = torch.randn(9, 2).T if has_teacher else None
+    dy, output, language = chunked._fused_losses(logits, teacher, torch.tensor([0, 1]), 1.0, 1.0, may_overwrite)
+    assert (output, language) == (3, 7) and dy is given[2] and (dy is given[0]) == may_overwrite
+    assert torch.equal(given[0], logits) and given[0].is_contiguous() and dy.shape == logits.shape
+    assert given[1] is None if teacher is None else torch.equal(given[1], teacher) and given[1].is_contiguous()
 
 
 def test_layers_of_hidden_states_are_spread_evenly():

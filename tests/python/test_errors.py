@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from cases import make_tensors
 from indexer_cases import make_indexer
 
 import streamkl
+from streamkl import _library
 
 
 def replaced(index, tensor):
@@ -291,6 +293,36 @@ def test_check_lse(case, monkeypatch):
     monkeypatch.setenv("STREAMKL_CHECK_LSE", "1")
     with pytest.raises(ValueError, match="lse_t: .* must be"):
         streamkl.attention_kl(*tensors, lse_t=lse_t + 0.1, lse_s=lse_s, **options)
+
+
+@pytest.mark.parametrize("status, result", [(0, None), (1, ValueError)])
+def test_a_long_call_in_either_thread(status, result):
+    """In the main thread it runs in another one; its errors are those of the call."""
+    found = []
+
+    def call():
+        try:
+            found.append(_library.check_interruptible(lambda: status))
+        except Exception as error:
+            found.append(type(error))
+
+    call()
+    other = threading.Thread(target=call)
+    other.start()
+    other.join()
+    assert found == [result, result]
+
+
+def test_check_lse_of_many_sequences():
+    """The first eight sequences of a packed batch are checked."""
+    tensors = [tensor.detach() for tensor in make_tensors(len_q=24, len_k=24, packed=True)]
+    bounds = torch.arange(0, 25, 2)
+    lengths = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+    _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True, **lengths)
+    wrong = [torch.where(torch.arange(24) >= row, lse_t + 1, lse_t) for row in (16, 15)]
+    streamkl.attention_kl(*tensors, lse_t=wrong[0], lse_s=lse_s, check_lse=True, **lengths)
+    with pytest.raises(ValueError, match="lse_t: .* at sequence 7, row 1, head 0 must be"):
+        streamkl.attention_kl(*tensors, lse_t=wrong[1], lse_s=lse_s, check_lse=True, **lengths)
 
 
 def test_ctrl_c_ends_a_long_call():

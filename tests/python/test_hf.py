@@ -248,3 +248,11 @@ def test_bidirectional_gemma3():
         loss = distiller.loss()
     expected = kl_from_attentions(teacher, student, inputs, {0: 0, 1: 1})
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-7)
+    labels = inputs["input_ids"].masked_fill(torch.arange(17) < 9, -100)
+    with AttentionDistiller(teacher, student, rows="labels") as distiller:  # a row predicts its own token
+        student(**inputs)
+        loss = distiller.loss(labels=labels)
+    masked = dict(inputs, attention_mask=inputs["attention_mask"])
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**masked)
+        torch.testing.assert_close(loss, distiller.loss(row_weight=(labels != -100).float()))

@@ -231,3 +231,11 @@ def test_flattening_collator():
     found = loss_of(teacher, student, dict(inputs, use_cache=False))
     expected = loss_of_parts(teacher, student, [part[None] for part in parts])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_maps_of_other_masks_are_refused():
+    """A row sees its own chunk of 4 tokens and the one before."""
+    row, key = torch.arange(17)[:, None], torch.arange(17)
+    mask = ((key <= row) & (key >= (row // 4 - 1) * 4)).expand(3, 1, 17, 17)
+    with pytest.raises(ValueError, match="layer 0.*: the layers attend to keys that no causal mask, window or packed sequences"):
+        compare(llama(), llama(), dict(batch(), attention_mask=mask), buckets=(4, 4))

@@ -1,15 +1,19 @@
 """AttentionDistiller(fused=True): the student's attention carries the KL."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import LONG
 from hf_models import gpt_oss, llama
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainingArguments
 
 import streamkl
-from streamkl.hf import AttentionDistiller
+from streamkl.hf import AttentionDistiller, _attention
+from streamkl.hf._attention import _sdpa_with_lse, _why_apart
+from streamkl.hf._pairs import Apart, RowCache
 from streamkl.hf.trainer import DistillationTrainer
 
 IDS = torch.randint(0, 100, (2, 21), generator=torch.Generator().manual_seed(3))
@@ -205,6 +209,57 @@ def test_what_is_not_fused_is_compared_apart(name):
     for (loss, gradient), (apart_loss, apart_gradient) in zip(found, expected):
         torch.testing.assert_close(loss, apart_loss, rtol=1e-5, atol=1e-7)
         assert_same(gradient, apart_gradient)
+
+
+@pytest.mark.parametrize("change, reason", [
+    (dict(), None),
+    (dict(kwargs=dict(dropout=0.25)), "attention dropout of 0.25"),
+    (dict(value=torch.zeros(1, 1, 3, 6)), "heads of 6 values and 8 keys"),
+    (dict(kwargs=dict(softcap=2.0)), "the attention takes softcap"),
+    (dict(args=(1,)), "the attention takes more arguments"),
+    (dict(region=object()), r"the sequences are split (context parallelism)"),
+])  # fmt: skip
+def test_attention_that_carries_no_kl(change, reason, monkeypatch):
+    q = torch.zeros(1, 1, 3, 8)
+    given = dict(value=q, args=(), kwargs={}, region=None) | change
+    monkeypatch.setattr(_attention, "active_region", lambda: given["region"])
+    recorder = SimpleNamespace(carries=True, apart={})
+    assert _why_apart(recorder, "sdpa", None, q, q, given["value"], given["args"], given["kwargs"]) == reason
+
+
+def test_attention_without_an_lse():
+    """torch's plain kernel returns none, and attention with a softcap is not torch's."""
+    q = torch.zeros(1, 1, 3, 8)
+    assert _sdpa_with_lse(SimpleNamespace(), q, q, q, None, True, softcap=2.0) == (None, None)
+    teacher, student = models()
+    apart, *_ = gradients(teacher, student, {})
+    with sdpa_kernel(SDPBackend.MATH):
+        fused, _, _, carried = gradients(teacher, student, {}, fused=True)
+    assert carried == [0, 1]
+    assert_same(fused, apart)
+
+
+def test_pairs_that_no_attention_carries():
+    """Sinks, other keys and keys that no causal mask or window describes."""
+    torch.manual_seed(5)
+    wide, narrow = (gpt_oss(window=window) for window in (5, 3))
+    row, key = torch.arange(21)[:, None], torch.arange(21)
+    two_chunks = ((key <= row) & (key >= (row // 4 - 1) * 4)).expand(2, 1, 21, 21)  # its own and the one before
+    for teacher, student, sinks, reasons in (
+        (wide, wide, "both", ["attention sinks", "attention sinks"]),
+        (wide, narrow, "keys only", ["the teacher attends to other keys", None]),
+        (*models(), "both", ["no causal mask, window or packed sequences describe its keys"] * 2),
+    ):
+        student = copy.deepcopy(student)
+        with AttentionDistiller(teacher, student, sinks=sinks) as distiller:
+            student(input_ids=IDS, attention_mask=None if teacher is wide else two_chunks)
+            found = []
+            for pair in distiller.pairs().values():
+                try:
+                    found.append(pair.carried_rows(RowCache()) and None)
+                except Apart as why:
+                    found.append(str(why))
+        assert found == reasons
 
 
 def test_explain():

@@ -135,3 +135,19 @@ def test_example(tmp_path, monkeypatch):
     values = [entry["attention_kl"] for entry in history if "attention_kl" in entry]
     assert len(values) == 4 and values[-1] < values[0]
     assert "eval_attention_kl" in history[-1]
+
+
+def test_a_step_outside_of_training(tmp_path):
+    """Without an attached distiller the loss is the model's; without counted rows all micro-batches count the same."""
+    inputs = dict(input_ids=batch()["input_ids"], labels=batch()["input_ids"])
+    trainer = DistillationTrainer(
+        model=llama(),
+        args=arguments(tmp_path, gradient_accumulation_steps=4),
+        train_dataset=dataset(),
+        teacher=llama(),
+    )
+    torch.testing.assert_close(trainer.compute_loss(trainer.model, inputs), trainer.model(**inputs).loss)
+    assert trainer._count_labels(dict(input_ids=inputs["input_ids"])) is None
+    trainer.current_gradient_accumulation_steps = 4
+    assert trainer._share(torch.tensor(3), False) == 0.25
+    assert type(trainer._means[True])().metrics(None) == {}

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from cases import COMPILER, LONG, check_f16_range, make_disagreeing
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -403,6 +404,30 @@ def test_wider_lse(direction, reduction):
     torch.testing.assert_close(mass[0, 0].double(), p[:, :6].sum(-1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", [dict(layout="bhnd"), dict(packed=True), dict(packed=True, layout="bhnd")])
+def test_wider_lse_of_other_layouts(how):
+    """As many sequences, rows and heads as no other dimension has."""
+    indexer = make_indexer(batch=3, heads_t=4, heads_s=2, top_k=6, **how)
+    options = dict(layout=how.get("layout", "bnhd"))
+    if "packed" in how:
+        options |= dict(cu_seqlens_q=torch.tensor([0, 7, 19]), cu_seqlens_k=torch.tensor([0, 9, 23]))
+        indexer.indices[indexer.indices >= 9] = -1
+    dense = streamkl.indexer_kl(*indexer[:5], **options, return_rows=True)[1]
+    compare(indexer, lse_t=dense.lse_t, lse_t_wider=True, row_weight="mass", **options)
+
+
+def test_check_lse_of_listed_blocks():
+    """Of blocks 1 and 2, without the first one."""
+    indexer = make_indexer(batch=1, len_q=3, keys_s=5)
+    blocks = torch.tensor([1, 2, -1]).expand(1, 3, 3)
+    options = dict(pool=("max", 4), check_lse=True)
+    x = torch.einsum("bihd,bjhd->bhij", indexer.q_t, indexer.k_t.repeat_interleave(2, 2)) * 8**-0.5
+    lse_t = x[..., 4:12].logsumexp(-1)
+    streamkl.indexer_kl(*indexer[:5], blocks, lse_t=lse_t, **options)
+    with pytest.raises(ValueError, match="lse_t: .* must be at least"):
+        streamkl.indexer_kl(*indexer[:5], blocks, lse_t=lse_t - 0.1, **options)
+
+
 def test_wider_lse_without_indices():
     """As with a sink, the teacher's distribution on the visible keys does not change."""
     indexer = make_indexer()
@@ -649,3 +674,21 @@ def test_teacher_need_not_be_detached_without_gradients():
     indexer.q_t.requires_grad_()
     with torch.no_grad():
         assert streamkl.indexer_kl(*indexer).isfinite()
+
+
+@pytest.mark.parametrize("options", [dict(row_weight="mass"), dict(lse_t_visible=torch.zeros(2, 4, 19))])
+def test_the_teacher_heads_of_other_ranks_have_other_masses(options):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = dict(lse_t=torch.zeros(2, 4, 19), lse_t_wider=True, parallel=streamkl.Parallel(tensor_group=dist.group.WORLD))
+        with pytest.raises(ValueError, match="parallel.tensor_group: must be without lse_t_visible and row_weight='mass'"):
+            streamkl.indexer_kl(*make_indexer(), **given, **options)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shape", [(19,), (2, 3, 19), (2, 4, 18)])
+def test_the_shape_of_a_wider_lse(shape):
+    lse_t = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"lse_t: shape .* must be \[2, 4, 19\]"):
+        streamkl.indexer_kl(*make_indexer(heads_s=2), lse_t=lse_t, lse_t_visible=lse_t, lse_t_wider=True)

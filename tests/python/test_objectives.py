@@ -249,6 +249,10 @@ def test_entropy_of_rows_with_weights_and_without_keys():
 
 def test_entropy_has_no_teacher():
     q = torch.randn(1, 6, 2, 4)
+    with pytest.raises(ValueError, match="link_s='linear': must be 'softmax' for entropy"):
+        losses.entropy(q, q, link_s="linear")
+    with pytest.raises(ValueError, match="pool: entropy.. has no teacher"):
+        losses.entropy(q, q, pool=("max", 2))
     with pytest.raises(ValueError, match="lse_t: entropy.. has no teacher"):
         losses.entropy(q, q, lse_t=torch.zeros(1, 2, 6))
 
@@ -257,6 +261,8 @@ def test_relation_heads_must_divide():
     with pytest.raises(ValueError, match="heads=5: must divide the width 64"):
         losses.relation_heads(torch.randn(1, 3, 4, 16), 5)
     tensor = torch.randn(1, 3, 4, 16)
+    assert torch.equal(losses.relation_heads(tensor, 1), tensor.flatten(2)[:, :, None])
+    assert torch.equal(losses.relation_heads(tensor[0], 2), losses.relation_heads(tensor, 2)[0])
     bhnd = losses.relation_heads(tensor.transpose(1, 2), 2, layout="bhnd")
     assert torch.equal(bhnd.transpose(1, 2), losses.relation_heads(tensor, 2))
 

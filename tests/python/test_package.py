@@ -26,6 +26,17 @@ def test_version_equals_the_header():
     assert streamkl.__version__ == ".".join(numbers)
 
 
+def test_modules_are_imported_on_first_use():
+    assert streamkl.__getattr__("reference") is sys.modules["streamkl.reference"]
+    with pytest.raises(AttributeError, match="module 'streamkl' has no attribute 'references'"):
+        streamkl.references
+
+
+def test_the_library_of_the_package(monkeypatch):
+    monkeypatch.delenv("STREAMKL_LIBRARY")
+    assert _library.library_path() == Path(streamkl.__file__).with_name("lib") / "libstreamkl.so"
+
+
 def test_import_is_light():
     """The import loads no transformers and takes a fraction of a second of CPU time after that of torch."""
     code = "import torch, sys, time; t = time.process_time(); import streamkl; print(time.process_time() - t)"

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import LONG, make_tensors
+from indexer_cases import make_indexer
 from parallel_one_device import check_group_of_one_rank, check_shards
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -153,6 +154,20 @@ def test_groups_without_this_rank_and_meshes_of_two_dimensions(one_rank):
     ):
         with pytest.raises(ValueError, match=message):
             streamkl.attention_kl(*make_tensors(), parallel=Parallel(group))
+
+
+def test_results_of_dtensors(one_rank):
+    """All tensors of a result are DTensors, and what is None stays None."""
+    mesh = dist.init_device_mesh("cpu", (1,))
+    tensors, sinks = [tensor.detach() for tensor in make_tensors(heads_s=4)], (torch.ones(4), torch.zeros(4))
+    whole = streamkl.attention_kl(*tensors, sink_t=sinks[0], sink_s=sinks[1], return_lse=True)
+    cut, (sink_t, sink_s) = ([distribute_tensor(each, mesh) for each in some] for some in (tensors, sinks))
+    found = streamkl.attention_kl(*cut, sink_t=sink_t, sink_s=sink_s, return_lse=True)
+    assert all(torch.equal(a.full_tensor(), b) for a, b in zip(found, whole))
+    indexer = [tensor.detach() for tensor in make_indexer()[:5]]
+    _, rows = streamkl.indexer_kl(*(distribute_tensor(each, mesh) for each in indexer), return_rows=True)
+    expected = streamkl.indexer_kl(*indexer, return_rows=True)[1]
+    assert rows.mass is None and torch.equal(rows.kl.full_tensor(), expected.kl)
 
 
 def test_dtensors_that_are_refused(one_rank):

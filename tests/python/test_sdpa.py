@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import OnGpu
 
+import streamkl
 from streamkl import _sdpa
 from streamkl._attention_kl import lses_first
 from streamkl._options import AttentionOptions, CarriedOptions, translate
@@ -160,3 +161,12 @@ def test_teacher_groups_compute_the_lses_first(heads_t, direction, gradients, ex
     assert lses_first(q_t, q_s, options) is expected
     assert not lses_first(q_t, q_s[0, 0], options)  # the checks report it
     assert not lses_first(torch.empty(q_t.shape), torch.empty(q_s.shape), options)
+
+
+def test_fewer_queries_than_keys():
+    """torch aligns the first query with the first key."""
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 9, 2, 8)
+    assert _sdpa.sdpa_with_lse(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), causal=True) is None
+    output, _ = streamkl.attention(q, k, k, q_t=q, k_t=k, causal=True)
+    expected, _ = streamkl.reference.attention(q.double(), k.double(), k.double(), causal=True)
+    torch.testing.assert_close(output, expected.float())

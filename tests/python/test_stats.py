@@ -263,3 +263,19 @@ def test_compiled():
     q, k = tensors()
     compiled = torch.compile(lambda q, k: attention_stats(q, k, causal=True).key_sum * 2, fullgraph=True, backend=COMPILER)
     assert torch.equal(compiled(q, k), attention_stats(q, k, causal=True).key_sum * 2)
+
+
+def test_autocast_promotes_keys():
+    """Autocast may leave queries and keys in different types."""
+    q, k = torch.randn(1, 9, 2, 8), torch.randn(1, 9, 2, 8).bfloat16()
+    with pytest.raises(ValueError, match="must be of one type"):
+        streamkl.attention_stats(q, k, want=["entropy"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = streamkl.attention_stats(q, k, want=["entropy"]).entropy
+    torch.testing.assert_close(found, streamkl.attention_stats(q, k.float(), want=["entropy"]).entropy)
+
+
+def test_bits_of_no_result():
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(ValueError, match="results=8192: must be bits of key_sum, key_max"):
+        attention_stats_op(q, q, *[None] * 5, 1 << 13, 0, 0, False, 0, 0, *Lengths(), *Options(gradients=0))

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
+from streamkl._options import AttentionOptions, translate
 from streamkl._problem import DK_S, DQ_S
 
 STUDENT = DQ_S | DK_S
@@ -285,3 +286,27 @@ def test_loss_module():
     assert torch.equal(
         streamkl.AttentionKLLoss()(*tensors, row_weight=weight), streamkl.attention_kl(*tensors, row_weight=weight)
     )
+
+
+def test_all_algorithms_deterministic():
+    """torch's switch is the option of every call."""
+    try:
+        torch.use_deterministic_algorithms(True)
+        assert translate(AttentionOptions, 0, {})[1].deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not translate(AttentionOptions, 0, {})[1].deterministic
+
+
+def test_a_module_refuses_options_of_others():
+    with pytest.raises(TypeError, match=r"AttentionKLLoss\(\) got an unexpected keyword argument 'relu'"):
+        streamkl.AttentionKLLoss(relu=False)
+
+
+def test_merged_states_have_the_shape_of_one():
+    with FakeTensorMode():
+        states = torch.empty(2, 3, 5)
+        merged = torch.ops.streamkl.states_merge(states, states)
+        assert isinstance(merged, FakeTensor) and merged.shape == (2, 3, 5)
+        with pytest.raises(ValueError, match=r"others: \[3, 5\] on cpu must be \[2, 3, 5\]"):
+            torch.ops.streamkl.states_merge(states, states[0])
