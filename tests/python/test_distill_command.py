@@ -26,6 +26,7 @@ from streamkl.distill import _loop as loop
 from streamkl.distill import cli, distil
 from streamkl.distill._checkpoint import to_json
 from streamkl.distill._evaluate import _heads_of
+from streamkl.distill._logs import Log
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
 from streamkl.distill._output import summary
 from streamkl.distill._options import Options, Parser, UserError, add_arguments, options_from, read_toml
@@ -594,6 +595,36 @@ def test_packages_and_models_that_are_missing(monkeypatch, capsys):
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "accelerate" else name)
     assert main(["--teacher", "x", "--data", "y"]) == 2
     assert "needs accelerate: pip install 'streamkl[distill]'" in capsys.readouterr().err
+
+
+def test_a_column_that_is_missing(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([dict(words="a", others="b")]), tmp_path / "a.parquet")
+    with pytest.raises(
+        UserError, match="a.parquet: has the columns words, others, and not 'text': pass --text-field"
+    ):
+        list(data._parquet(str(tmp_path / "a.parquet"), "text"))
+
+
+def test_trackers_receive_the_log(tmp_path, monkeypatch):
+    """tests/python/test_distill_sources.py has real ones."""
+    given, options = [], Options(out=str(tmp_path), track=["wandb"], steps=7)
+    monkeypatch.setattr(devices, "get_available_trackers", lambda: ["tensorboard", "wandb"])
+    monkeypatch.setattr(devices, "Accelerator", lambda **told: given.append(told) or SimpleNamespace(num_processes=1))
+    devices.make_accelerator(options)
+    assert given.pop()["log_with"] == ["wandb"]
+    accelerator = SimpleNamespace(
+        is_main_process=True, init_trackers=lambda *_, **told: given.append(told), log=lambda *told, **at: given.append((told, at)),
+        end_training=lambda: given.append("end"),
+    )  # fmt: skip
+    with Log(options, [], accelerator) as log:
+        log.add(dict(step=3, loss=0.5))
+    (told, *others) = given
+    assert told["config"]["steps"] == 7 and told["init_kwargs"]["wandb"]["name"] == tmp_path.name
+    assert others == [((dict(loss=0.5),), dict(step=3)), "end"]
+    assert json.loads((tmp_path / "log.jsonl").read_text()) == dict(step=3, loss=0.5)
 
 
 def test_processes_that_form_no_group(monkeypatch):

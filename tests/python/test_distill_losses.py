@@ -174,6 +174,11 @@ def test_layers_of_hidden_states_are_spread_evenly():
     assert found[0]["hidden"] == found[1]["hidden"] != found[2]["hidden"]
 
 
+def test_wrappers_find_the_config_of_the_student():
+    student = llama()
+    assert Objective(llama(), student, Options(), {}).config is student.config
+
+
 @pytest.mark.parametrize("models, weights, message", [
     ((bert, bert), dict(language_weight=1.0), "--language-weight: BertModel predicts no next token"),
     ((llama, bert), {}, "--output-weight: only one of teacher and student has a language head"),

@@ -204,6 +204,21 @@ def test_a_tokenizer_that_splits_other_words(monkeypatch):
         sources.check_tokenizers(options, TwoWords([1, 0]))
 
 
+def test_a_gguf_file_names_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setattr(sources, "find_spec", lambda name: name)
+    assert sources._find("teacher", str(tmp_path / "a.gguf")) == (tmp_path, dict(gguf_file="a.gguf"))
+
+
+def test_a_model_without_its_quantization():
+    """What is left can be saved, in the precision that is asked for."""
+    model = smollm3()
+    model.config.quantization_config = dict(quant_method="gguf")
+    found = sources._without_quantization(model, torch.bfloat16)
+    assert "quantization_config" not in found.config.to_dict() and found.dtype == torch.bfloat16
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(model.parameters(), found.parameters()))
+
+
 def test_progress_bars_stay_off():
     logging = transformers.utils.logging
     assert logging.is_progress_bar_enabled()

@@ -404,6 +404,33 @@ def test_a_pair_is_proven_on_the_queries_of_both_models(model):
             _prove(pair, other, {**options, "lse_t": None, "lse_s": None}, rows)
 
 
+def proven(inputs, change):
+    """Proves a pair whose arguments a fault has changed."""
+    teacher, student = llama(), llama()
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**inputs)
+        pair = next(iter(distiller.pairs().values()))
+        tensors, options, rows = pair.arguments_to_prove(RowCache())
+        change(options, rows)
+        return _prove(pair, tensors, options, rows)
+
+
+def later_keys(options, rows):
+    """Each sequence has the keys of the next one."""
+    rows.keys.order = (rows.keys.order + 17) % 51
+
+
+@pytest.mark.parametrize("padding, change, fault", [
+    ("none", lambda options, rows: options.update(window_size=(3, 0)), "other keys"),
+    ("none", lambda options, rows: options.update(lse_s=options["lse_t"]), "LSEs of other keys"),
+    ("left", later_keys, "other keys"),
+])  # fmt: skip
+def test_a_pair_is_proven_on_its_keys_and_lses(padding, change, fault):
+    with pytest.raises(RuntimeError, match=f"would be compared with {fault} than the layers have"):
+        proven(batch(padding), change)
+    assert proven(batch(padding), lambda options, rows: None) == 0
+
+
 def test_calls_of_one_layer():
     """One with two sets of values has the same queries and keys twice; one in parts has parts of its queries."""
     twice, parts, plain = (torch.randn(2, 1, 4, 8) for _ in range(3))

@@ -94,7 +94,3 @@ def _check_packages() -> None:
     missing = [name for name in ("transformers", "accelerate", "safetensors") if find_spec(name) is None]
     if missing:
         raise UserError(f"needs {', '.join(missing)}: pip install 'streamkl[distill]'")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
