@@ -2,9 +2,8 @@
 
     bench/run.py step                                # all setups: about a minute
     bench/run.py step --only N=8192                  # only some
-    bench/run.py step --attention flash              # instead of cuDNN
 
-    layers         two layers of an 8B-like teacher (32/8 heads of 128, hidden size 4096) without gradients, and two of a
+    layers         with torch's fastest attention: two layers of an 8B-like teacher (32/8 heads of 128, hidden size 4096) without gradients, and two of a
                    1B-like student (hidden size 2048) with 32, 16 or 8 heads. The loss is the mean over the layers, with
                    the LSEs of both attentions given, or computed
     hugging face   Llama models of transformers of the same sizes, with streamkl.hf.AttentionDistiller; 65536 tokens with
@@ -21,18 +20,12 @@ import torch
 
 import streamkl
 from harness.run import methods_of
+from streamkl._sdpa import sdpa_with_lse
 
 COLUMNS = (
-    "date gpu torch commit kind teacher student length layers checkpointing attention method ms fastest_ms percent"
+    "date gpu torch commit kind teacher student length layers checkpointing method ms fastest_ms percent"
     " peak_bytes more_bytes note"
 ).split()
-
-ATEN = torch.ops.aten
-ATTENTIONS = {  # causal, by the kernels that scaled_dot_product_attention calls
-    "cudnn": lambda q, k, v: ATEN._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False),
-    "flash": lambda q, k, v: ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False),
-    "cpu": lambda q, k, v: ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
-}
 
 NO_LOSS, GIVEN, COMPUTED = "no loss", "LSEs given", "LSEs computed"
 CARRIED, GRADIENT_ONLY = "carried", "carried, no value"
@@ -91,7 +84,6 @@ SETUPS += [
 
 
 def add_options(parser):
-    parser.add_argument("--attention", choices=list(ATTENTIONS), default="cudnn", help="of the layers; default cudnn")
     parser.set_defaults(rounds=9, sample_ms=600)
 
 
@@ -99,12 +91,11 @@ def cases(given):
     return SETUPS
 
 
-def attend(q, k, v, attention):
+def attend(q, k, v):
     """Causal attention and its LSE [batch, heads, length]. Key heads are expanded, as transformers does it."""
     group_size = q.shape[1] // k.shape[1]
-    output, lse, *_ = ATTENTIONS[attention](q, *(tensor.repeat_interleave(group_size, 1) for tensor in (k, v)))
-    # Some kernels round the length up, or add a dimension of 1.
-    return output, lse.detach().flatten(2)[..., : q.shape[2]]
+    k, v = (tensor.repeat_interleave(group_size, 1) for tensor in (k, v))
+    return sdpa_with_lse(q, k, v, causal=True, fastest=True)
 
 
 # ---- Plain layers --------------------------------------------------------------------------------------------------------
@@ -113,9 +104,9 @@ def attend(q, k, v, attention):
 class Layer(torch.nn.Module):
     """A Llama layer without RoPE: attention and a gated feed-forward block, pre-norm."""
 
-    def __init__(self, model, attention):
+    def __init__(self, model):
         super().__init__()
-        self.model, self.attention = model, attention
+        self.model = model
         width, shared = model.heads * model.dim, model.key_heads * model.dim
 
         def linear(size_in, size_out):
@@ -135,7 +126,7 @@ class Layer(torch.nn.Module):
             for project in (self.q, self.k, self.v)
         )
         if teacher is None:
-            attended, lse = attend(q, k, v, self.attention)
+            attended, lse = attend(q, k, v)
         else:
             q_t, k_t, lse_t = teacher
             attended, lse = streamkl.attention(
@@ -147,9 +138,9 @@ class Layer(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    def __init__(self, model, layers, attention):
+    def __init__(self, model, layers):
         super().__init__()
-        self.layers = torch.nn.ModuleList(Layer(model, attention) for _ in range(layers))
+        self.layers = torch.nn.ModuleList(Layer(model) for _ in range(layers))
 
     def forward(self, x, keeps, teacher=None, kl_value=True):
         kept = []
@@ -160,16 +151,13 @@ class Stack(torch.nn.Module):
         return x, kept
 
 
-def layer_steps(setup, device, attention):
+def layer_steps(setup, device):
     """{variant: call}: one step without an optimizer, whose time would make the share of the loss smaller."""
     with torch.device(device):
-        teacher, student = (
-            Stack(model, setup.layers, attention).bfloat16() for model in (setup.teacher, setup.student)
-        )
-        tokens_t, tokens_s = (
-            torch.randn(1, setup.length, model.hidden, dtype=torch.bfloat16)
-            for model in (setup.teacher, setup.student)
-        )
+        models = setup.teacher, setup.student
+        teacher, student = (Stack(model, setup.layers).bfloat16() for model in models)
+        sizes = ((1, setup.length, model.hidden) for model in models)
+        tokens_t, tokens_s = (torch.randn(size, dtype=torch.bfloat16) for size in sizes)
 
     def step(variant):
         with torch.no_grad():
@@ -247,11 +235,9 @@ def hugging_face_steps(setup, device):
 
 
 def measure(setup, run):
-    is_plain = setup.kind == LAYERS
-    attention = run.given.attention if is_plain else "sdpa"
-    steps = layer_steps(setup, run.device, attention) if is_plain else hugging_face_steps(setup, run.device)
-    methods = methods_of(steps)
-    return run.time(methods, lambda method, name: {"attention": attention} | more_than(methods[0], method))
+    make = layer_steps if setup.kind == LAYERS else hugging_face_steps
+    methods = methods_of(make(setup, run.device))
+    return run.time(methods, lambda method, name: more_than(methods[0], method))
 
 
 def more_than(without, method):
