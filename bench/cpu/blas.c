@@ -18,37 +18,35 @@ typedef char *text_call(void);
 struct blas {
     void *library;
     sgemm_call *sgemm;
-    set_threads_call *set_threads; /* these three are specific to OpenBLAS: NULL in another BLAS */
-    text_call *core_name;
-    text_call *config;
+    set_threads_call *set_threads;
+    text_call *core_name, *config;
     char description[160];
 };
 
 /* ---- Loading ------------------------------------------------------------------------------------------------ */
 
 /* ISO C does not allow a cast from void * to a function pointer: copy the bits. */
-static void find_call(void *library, const char *name, void *call)
+static bool find_call(void *library, const char *name, void *call)
 {
     void *const symbol = dlsym(library, name);
     memcpy(call, &symbol, sizeof symbol);
+    return symbol != NULL;
 }
 
 static bool load(blas *found)
 {
-    static const char *const files[] = {"libopenblas.so.0", "libopenblas.so", "libblas.so.3"};
-    for (size_t i = 0; i < sizeof files / sizeof files[0]; i++) {
-        found->library = dlopen(files[i], RTLD_NOW | RTLD_LOCAL);
-        if (found->library == NULL)
-            continue;
-        find_call(found->library, "cblas_sgemm", &found->sgemm);
-        find_call(found->library, "openblas_set_num_threads", &found->set_threads);
-        find_call(found->library, "openblas_get_corename", &found->core_name);
-        find_call(found->library, "openblas_get_config", &found->config);
-        if (found->sgemm)
-            return true;
-        dlclose(found->library);
-    }
+    static const char *const files[] = {"libopenblas.so.0", "libopenblas.so"};
     found->library = NULL;
+    for (size_t i = 0; found->library == NULL && i < sizeof files / sizeof files[0]; i++)
+        found->library = dlopen(files[i], RTLD_NOW | RTLD_LOCAL);
+    if (found->library == NULL)
+        return false;
+    if (find_call(found->library, "cblas_sgemm", &found->sgemm) &&
+        find_call(found->library, "openblas_set_num_threads", &found->set_threads) &&
+        find_call(found->library, "openblas_get_corename", &found->core_name) &&
+        find_call(found->library, "openblas_get_config", &found->config))
+        return true;
+    dlclose(found->library);
     return false;
 }
 
@@ -64,7 +62,7 @@ static const char *better_core(const blas *found)
 #if defined(__x86_64__)
     static const char *const cores_before_avx2[] = {"Prescott", "Core2",   "Penryn",    "Dunnington", "Nehalem",
                                                     "Athlon",   "Opteron", "Barcelona", "Generic",    "Unknown"};
-    if (found->core_name == NULL || getenv(CORE_TYPE_VARIABLE))
+    if (getenv(CORE_TYPE_VARIABLE))
         return NULL;
     for (size_t i = 0; i < sizeof cores_before_avx2 / sizeof cores_before_avx2[0]; i++) {
         if (strcmp(found->core_name(), cores_before_avx2[i]) != 0)
@@ -79,25 +77,10 @@ static const char *better_core(const blas *found)
     return NULL;
 }
 
-static void describe(blas *found)
-{
-    if (found->config == NULL || found->core_name == NULL) {
-        snprintf(found->description, sizeof found->description,
-                 "a BLAS other than OpenBLAS, with unknown thread count and kernels");
-        return;
-    }
-    /* The configuration reads "OpenBLAS 0.3.21 NO_LAPACKE ...": take the first two words. */
-    char name[32] = "", version[32] = "";
-    sscanf(found->config(), "%31s %31s", name, version);
-    snprintf(found->description, sizeof found->description, "%s %s, %s kernels", name, version, found->core_name());
-}
-
 blas *blas_open(void)
 {
     blas *const found = calloc(1, sizeof *found);
-    if (found == NULL)
-        return NULL;
-    bool loaded = load(found);
+    bool loaded = found && load(found);
     const char *const core = loaded ? better_core(found) : NULL;
     if (core) {
         /* OpenBLAS chooses its kernels when it is loaded, so load it again. */
@@ -109,7 +92,10 @@ blas *blas_open(void)
         free(found);
         return NULL;
     }
-    describe(found);
+    /* The configuration reads "OpenBLAS 0.3.21 NO_LAPACKE ...": take the first two words. */
+    char name[32] = "", version[32] = "";
+    sscanf(found->config(), "%31s %31s", name, version);
+    snprintf(found->description, sizeof found->description, "%s %s, %s kernels", name, version, found->core_name());
     return found;
 }
 
@@ -130,8 +116,7 @@ const char *blas_description(const blas *library)
 
 void blas_set_threads(const blas *library, int threads)
 {
-    if (library->set_threads)
-        library->set_threads(threads);
+    library->set_threads(threads);
 }
 
 static int transpose_code(blas_operand operand)

@@ -7,14 +7,13 @@
 
 typedef struct blas blas;
 
-/* NULL if no library with cblas_sgemm is installed. */
+/* NULL if it is not installed. */
 blas *blas_open(void);
 void blas_close(blas *library); /* may be NULL */
 
 /* "OpenBLAS 0.3.21, SkylakeX kernels" */
 const char *blas_description(const blas *library);
 
-/* Has no effect on a BLAS other than OpenBLAS; blas_description() then says so. */
 void blas_set_threads(const blas *library, int threads);
 
 /* A row-major operand; `stride` elements from one stored row to the next. */

@@ -56,12 +56,23 @@ static void release(head_matrices *head)
     *head = (head_matrices){NULL, NULL};
 }
 
+static const row_kernels *best_row_kernels(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f"))
+        return &row_kernels_avx512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return &row_kernels_avx2;
+#endif
+    return &row_kernels_portable;
+}
+
 materialized *materialized_create(const bench_tensors *tensors, materialized_memory memory, const blas *library)
 {
     materialized *const run = calloc(1, sizeof *run);
     if (run == NULL)
         return NULL;
-    *run = (materialized){tensors, memory, library, row_kernels_best(), NULL};
+    *run = (materialized){tensors, memory, library, best_row_kernels(), NULL};
     run->heads = calloc((size_t)tensors->heads, sizeof *run->heads);
     bool complete = run->heads != NULL;
     for (int64_t h = 0; complete && memory == MATERIALIZED_IN_PLACE && h < tensors->heads; h++) {

@@ -5,6 +5,7 @@
 #include "streamkl.h"
 
 #include <stdbool.h>
+#include <stdio.h>
 
 enum { BENCH_LIST_MAX = 16, SAMPLER_SAMPLES_MAX = 512 };
 
@@ -85,5 +86,9 @@ double bench_speedup(const bench_point *point, bench_method over, bench_pass pas
 
 /* Seconds for the KL and its gradients: forward + backward. */
 double bench_step_seconds(const bench_point *point, bench_method method);
+
+/* One self-contained CSV line per pass. Columns that do not apply are empty. A skipped method has one line, with its
+ * memory and the status "skipped". */
+void bench_write_csv(FILE *file, const bench_report *report);
 
 #endif

@@ -14,6 +14,6 @@ typedef struct row_kernels {
     void (*gradient)(float g, const float *p, const float *s, float *dy, int64_t count);
 } row_kernels;
 
-const row_kernels *row_kernels_best(void);
+extern const row_kernels row_kernels_portable, row_kernels_avx2, row_kernels_avx512; /* the last two on x86 */
 
 #endif

@@ -88,5 +88,4 @@ static void gradient(float g, const float *p, const float *s, float *dy, int64_t
         dy[j] = g * (s[j] - p[j]);
 }
 
-extern const row_kernels ROW_KERNELS;
 const row_kernels ROW_KERNELS = {softmax_kl, gradient};

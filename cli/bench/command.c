@@ -1,6 +1,5 @@
 /* streamkl bench: the command line and the order of the steps. */
 #include "bench/cpu/blas.h"
-#include "bench/cpu/csv.h"
 #include "device/device.h"
 #include "bench/cpu/measure.h"
 #include "cli/common/cli.h"
@@ -326,7 +325,7 @@ int cmd_bench(int argc, char **argv)
     measure_all(report, library);
     if (request.csv_path) {
         FILE *const file = file_write_begin();
-        csv_write(file, report);
+        bench_write_csv(file, report);
         file_write_end(file, request.csv_path);
         file_write_commit();
     }
