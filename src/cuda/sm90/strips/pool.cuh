@@ -184,16 +184,7 @@ __global__ void __launch_bounds__(SCORE_THREADS, 1)
                                      : range32{0, 0};
         smem.tile_begin = of_split.begin;
         smem.tile_end = of_split.end;
-        for (int stage = 0; stage < POOL_QUERY_STAGES; stage++) {
-            barrier_init(smem.queries_full[stage], 1);
-            barrier_init(smem.queries_empty[stage], CONSUMERS * 4);
-        }
-        for (int stage = 0; stage < POOL_KEY_STAGES; stage++) {
-            barrier_init(smem.keys_full[stage], 1);
-            barrier_init(smem.keys_empty[stage], CONSUMERS * 4);
-        }
-        ordered_barrier::init(smem.order);
-        barrier_init_fence();
+        init_pipelines(smem);
     }
     __syncthreads();
     const int warpgroup = warpgroup_index();

@@ -28,6 +28,7 @@
 #include "cuda/common/strips/pool.cuh"
 #include "cuda/sm90/tensor_map.cuh"
 #include "cuda/sm90/strips/ordered_barrier.cuh"
+#include <type_traits>
 
 namespace sm90
 {
@@ -57,13 +58,14 @@ struct score_maps {
     CUtensorMap q_t, k_t, q_s, k_s;
 };
 
-__device__ inline void init_pipelines(score_smem &smem)
+/* The producer fills each stage of queries and of keys, and every consumer warp empties it. */
+template <typename SMEM> __device__ inline void init_pipelines(SMEM &smem)
 {
-    for (int stage = 0; stage < QUERY_STAGES; stage++) {
+    for (int stage = 0; stage < (int)std::extent_v<decltype(SMEM::queries_full)>; stage++) {
         barrier_init(smem.queries_full[stage], 1);
         barrier_init(smem.queries_empty[stage], CONSUMERS * 4);
     }
-    for (int stage = 0; stage < KEY_STAGES; stage++) {
+    for (int stage = 0; stage < (int)std::extent_v<decltype(SMEM::keys_full)>; stage++) {
         barrier_init(smem.keys_full[stage], 1);
         barrier_init(smem.keys_empty[stage], CONSUMERS * 4);
     }
