@@ -49,7 +49,7 @@ static const cli_option shape_options[] = {
     {"key-heads", "N", parse_count, offsetof(info_request, problem.key_heads_t),
      "Key heads of the teacher; default the number of heads"},
     {"dim", "N", parse_count, offsetof(info_request, dim), "Head size", .initial = 64},
-    {"dtype", "f32|f16|bf16", parse_dtype, offsetof(info_request, dtype), "Type of the tensors; default f32"},
+    {"dtype", "f32|f16|bf16", PARSE_WORD, offsetof(info_request, dtype), "Type of the tensors; default f32"},
     {"grad-f32", NULL, parse_flag, offsetof(info_request, problem.grad_f32),
      "Gradients in f32 instead of the type of the tensors"},
     {"grad-teacher", NULL, parse_flag, offsetof(info_request, grad_teacher), "Gradients for the teacher, too"},
@@ -110,7 +110,7 @@ static void print_problem(const skl_problem *problem, const char *gpu)
     printf("%sProblem%s  %" PRId64 " x %" PRId64 " queries x %" PRId64 " keys, %" PRId64 " head%s of size %" PRId64
            ", %s",
            style.bold, style.plain, problem->batch, problem->len_q, problem->len_k, problem->heads_t,
-           cli_plural(problem->heads_t), problem->dim_t, dtype_name(problem->dtype_t));
+           cli_plural(problem->heads_t), problem->dim_t, dtype_names[problem->dtype_t]);
     if (problem->index_heads)
         printf(", indexer with %" PRId64 " head%s", problem->index_heads, cli_plural(problem->index_heads));
     if (problem->top_k)
@@ -154,8 +154,7 @@ static void explain_problem(const info_request *request)
 typedef struct device_report {
     skl_device device;
     int usable;
-    char kernel[64];
-    char why_not[256];
+    char kernel[256]; /* or why it cannot be used */
     int32_t threads;
 } device_report;
 
@@ -169,7 +168,7 @@ static device_report probe_device(skl_device device)
     device_report report = {.device = device};
     skl_plan *plan = NULL;
     if (skl_plan_create(&plan, &problem, &engine) != SKL_OK) {
-        snprintf(report.why_not, sizeof report.why_not, "%s", skl_last_error());
+        snprintf(report.kernel, sizeof report.kernel, "%s", skl_last_error());
         return report;
     }
     report.usable = 1;
@@ -186,18 +185,16 @@ static void print_json(const device_report *devices)
     json_t *const device_list = json_array();
     for (int d = 0; d < DEVICE_COUNT; d++) {
         const device_report *report = &devices[d];
-        cli_json_append(device_list, report->usable
-                                         ? json_pack("{s:s, s:b, s:s}", "device", device_name(report->device),
-                                                     "usable", 1, "kernel", report->kernel)
-                                         : json_pack("{s:s, s:b, s:s}", "device", device_name(report->device),
-                                                     "usable", 0, "why_not", report->why_not));
+        cli_json_append(device_list,
+                        json_pack("{s:s, s:b, s:s}", "device", device_names[report->device], "usable", report->usable,
+                                  report->usable ? "kernel" : "why_not", report->kernel));
     }
     json_t *const kernel_list = json_array();
     skl_kernel_info kernel = {.struct_size = sizeof kernel};
     for (int32_t index = 0; skl_kernel_at(index, &kernel); index++) {
         cli_json_append(kernel_list,
                         json_pack("{s:s, s:s, s:b, s:b, s:s}", "name", kernel.name, "device",
-                                  device_name(kernel.device), "usable", kernel.usable, "chosen",
+                                  device_names[kernel.device], "usable", kernel.usable, "chosen",
                                   strcmp(kernel.name, devices[kernel.device].kernel) == 0, "detail", kernel.detail));
     }
     cli_print_json(json_pack("{s:s, s:s, s:s, s:i, s:i, s:o, s:o}", "version", skl_version(), "build",
@@ -217,9 +214,8 @@ static void print_tables(const device_report *devices)
     printf("\n%sDevices%s\n", style.bold, style.plain);
     for (int d = 0; d < DEVICE_COUNT; d++) {
         const device_report *report = &devices[d];
-        printf("  %-8s %s%-4s%s %s%s\n", device_name(report->device), report->usable ? style.good : style.dim,
-               report->usable ? "yes" : "no", style.plain, report->usable ? "chooses " : "",
-               report->usable ? report->kernel : report->why_not);
+        printf("  %-8s %s%-4s%s %s%s\n", device_names[report->device], report->usable ? style.good : style.dim,
+               report->usable ? "yes" : "no", style.plain, report->usable ? "chooses " : "", report->kernel);
     }
 
     printf("\n%sKernels%s, best first; * marks the choice for a simple f32 problem\n", style.bold, style.plain);

@@ -84,13 +84,13 @@ skl_status device_timer_stop(device_timer *timer, double *seconds)
     return timer->device == SKL_CPU ? cleared : gpu_timer_stop(timer->events, seconds);
 }
 
-/* ---- Properties --------------------------------------------------------------------------------------------- */
+/* ---- Descriptions ------------------------------------------------------------------------------------------- */
 
-skl_status device_describe(skl_device device, device_properties *properties)
+skl_status device_describe(skl_device device, char *name, size_t size)
 {
-    *properties = (device_properties){.name = ""};
+    name[0] = '\0';
     const skl_status cleared = device_begin();
-    return device == SKL_CPU ? cleared : gpu_describe(properties);
+    return device == SKL_CPU ? cleared : gpu_describe(name, size);
 }
 
 char *explain_plan(const skl_plan *plan, const skl_inputs *inputs, skl_op op)

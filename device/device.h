@@ -15,13 +15,8 @@
 /* Initialises a GPU for this thread. Call it first, after a plan for the device was created. */
 skl_status device_open(skl_device device, int32_t index);
 
-typedef struct device_properties {
-    char name[96]; /* "" on the CPU */
-    int sm_count;
-    size_t memory_used, memory_total; /* bytes; used by all processes */
-} device_properties;
-
-skl_status device_describe(skl_device device, device_properties *properties);
+/* "NVIDIA H200"; "" for the CPU. */
+skl_status device_describe(skl_device device, char *name, size_t size);
 
 /* Aligned for tensors and workspaces. Error messages call the memory `what`. */
 skl_status device_allocate(skl_device device, size_t size, const char *what, void **memory);
@@ -142,7 +137,7 @@ skl_status device_fail(skl_status status, const char *format, ...) __attribute__
 
 /* What device.c needs of a GPU: gpu_cuda.c implements it, gpu_none.c is for builds without CUDA. */
 skl_status gpu_open(int32_t index);
-skl_status gpu_describe(device_properties *properties);
+skl_status gpu_describe(char *name, size_t size);
 skl_status gpu_allocate(size_t size, const char *what, void **memory);
 void gpu_free(void *memory);
 skl_status gpu_copy(void *to, const void *from, size_t size);

@@ -80,22 +80,13 @@ skl_status gpu_timer_stop(void *const events[2], double *seconds)
     return check(error, "waiting for the kernels");
 }
 
-/* ---- Properties --------------------------------------------------------------------------------------------- */
-
-skl_status gpu_describe(device_properties *properties)
+skl_status gpu_describe(char *name, size_t size)
 {
     int index = 0;
-    struct cudaDeviceProp gpu;
-    size_t free_size = 0;
+    struct cudaDeviceProp gpu = {.name = ""};
     cudaError_t error = cudaGetDevice(&index);
     if (error == cudaSuccess)
         error = cudaGetDeviceProperties(&gpu, index);
-    if (error == cudaSuccess)
-        error = cudaMemGetInfo(&free_size, &properties->memory_total);
-    if (error != cudaSuccess)
-        return check(error, "reading the properties of the GPU");
-    snprintf(properties->name, sizeof properties->name, "%.*s", (int)sizeof properties->name - 1, gpu.name);
-    properties->sm_count = gpu.multiProcessorCount;
-    properties->memory_used = properties->memory_total - free_size;
-    return SKL_OK;
+    snprintf(name, size, "%s", gpu.name);
+    return check(error, "reading the properties of the GPU");
 }

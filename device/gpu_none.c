@@ -14,7 +14,7 @@ REFUSED(gpu_allocate(size_t size, const char *what, void **memory))
 REFUSED(gpu_copy(void *to, const void *from, size_t size))
 REFUSED(gpu_timer_start(void *events[2]))
 REFUSED(gpu_timer_stop(void *const events[2], double *seconds))
-REFUSED(gpu_describe(device_properties *properties))
+REFUSED(gpu_describe(char *name, size_t size))
 
 void gpu_free(void *memory)
 {

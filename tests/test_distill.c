@@ -1,7 +1,6 @@
 /* Distillation: matrix products, Adam, data and teacher, gradients of the weights, training. */
 #include "cli/common/random.h"
 #include "cli/distill/distill.h"
-#include "cli/distill/matmul.h"
 
 #include <math.h>
 #include <setjmp.h>

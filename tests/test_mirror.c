@@ -51,9 +51,9 @@ skl_status gpu_timer_stop(void *const events[2], double *seconds)
     return SKL_OK;
 }
 
-skl_status gpu_describe(device_properties *properties)
+skl_status gpu_describe(char *name, size_t size)
 {
-    (void)properties;
+    (void)name, (void)size;
     return SKL_OK;
 }
 

@@ -1,6 +1,5 @@
 /* Pictures and pages: palettes, scales, hostile texts. tests/cli/test_map.py decodes the pixels. */
-#include "view/page.h"
-#include "view/figure.h"
+#include "view/view.h"
 
 #include <math.h>
 #include <setjmp.h>

@@ -1,4 +1,4 @@
-#include "view/figure.h"
+#include "view/view.h"
 #include "view/glyphs.h"
 
 #include <assert.h>

@@ -1,4 +1,4 @@
-#include "view/page.h"
+#include "view/view.h"
 
 #include <assert.h>
 #include <string.h>

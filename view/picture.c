@@ -1,4 +1,4 @@
-#include "view/picture.h"
+#include "view/view.h"
 
 #include <math.h>
 #include <stdlib.h>

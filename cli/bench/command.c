@@ -86,7 +86,7 @@ static const cli_option problem_options[] = {
     {"lengths", "LIST", parse_list, CONFIG(lengths), "Context lengths N; default 1024,2048,4096,8192"},
     {"dims", "LIST", parse_list, CONFIG(dims), "Head sizes d; default 64,128"},
     {"heads", "N", parse_count, CONFIG(heads), "Heads", .initial = 1},
-    {"dtype", "f32|f16|bf16", parse_dtype, CONFIG(dtype),
+    {"dtype", "f32|f16|bf16", PARSE_WORD, CONFIG(dtype),
      "Type of the inputs; default f32. The baseline is always f32"},
     {"grad-f32", NULL, parse_flag, CONFIG(grad_f32), "Gradients in f32 instead of the type of the inputs"},
     {"causal", NULL, parse_flag, CONFIG(causal), "A query attends to no later key"},

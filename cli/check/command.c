@@ -120,7 +120,7 @@ static int collect_kernels(checked_kernel *kernels)
         skl_problem problem = skl_problem_default();
         problem.dim_t = problem.dim_s = 64;
         skl_plan_destroy(plan_create(&problem, &request.options));
-        cli_fail(CLI_NO_DEVICE, "--device=%s: has no kernel", device_name(request.options.device));
+        cli_fail(CLI_NO_DEVICE, "--device=%s: has no kernel", device_names[request.options.device]);
     }
     return count;
 }

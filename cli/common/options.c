@@ -70,48 +70,32 @@ const char *parse_count(const char *text, void *value)
 
 /* ---- Names -------------------------------------------------------------------------------------------------- */
 
-static const char *const direction_names[] = {[SKL_KL_FORWARD] = "forward", [SKL_KL_REVERSE] = "reverse"};
-static const char *const device_names[] = {[SKL_CPU] = "cpu", [SKL_CUDA] = "cuda"};
-static const char *const dtype_names[] = {[SKL_F32] = "f32", [SKL_F16] = "f16", [SKL_BF16] = "bf16"};
-
-const char *direction_name(skl_direction direction)
-{
-    return direction_names[direction];
-}
+const char *const direction_names[] = {[SKL_KL_FORWARD] = "forward", [SKL_KL_REVERSE] = "reverse"};
+const char *const device_names[] = {[SKL_CPU] = "cpu", [SKL_CUDA] = "cuda"};
+const char *const dtype_names[] = {[SKL_F32] = "f32", [SKL_F16] = "f16", [SKL_BF16] = "bf16"};
 
 const char *direction_formula(skl_direction direction)
 {
     return direction == SKL_KL_FORWARD ? "teacher || student" : "student || teacher";
 }
 
-const char *device_name(skl_device device)
+/* Stores the index of the text among words like "f32|f16|bf16". */
+static const char *parse_word(const char *text, const char *words, void *value)
 {
-    return device_names[device];
-}
-
-const char *dtype_name(skl_dtype dtype)
-{
-    return dtype_names[dtype];
-}
-
-const char *parse_name(const char *text, const char *const *names, int count, void *value, const char *accepted)
-{
-    for (int n = 0; n < count; n++)
-        if (strcmp(text, names[n]) == 0) {
-            memcpy(value, &n, sizeof n); /* enums of the requests have the size of an int */
+    static char accepted[64]; /* "f32, f16 or bf16" */
+    accepted[0] = '\0';
+    for (int index = 0; *words; index++) {
+        const size_t length = strcspn(words, "|");
+        if (length == strlen(text) && strncmp(text, words, length) == 0) {
+            memcpy(value, &index, sizeof index); /* enums of the requests have the size of an int */
             return NULL;
         }
+        const char *const before = index == 0 ? "" : words[length] ? ", " : " or ";
+        snprintf(accepted + strlen(accepted), sizeof accepted - strlen(accepted), "%s%.*s", before, (int)length,
+                 words);
+        words += length + (words[length] == '|');
+    }
     return accepted;
-}
-
-const char *parse_direction(const char *text, void *value)
-{
-    return parse_name(text, direction_names, 2, value, "forward or reverse");
-}
-
-const char *parse_dtype(const char *text, void *value)
-{
-    return parse_name(text, dtype_names, 3, value, "f32, f16 or bf16");
 }
 
 /* ---- The command line --------------------------------------------------------------------------------------- */
@@ -129,7 +113,7 @@ static void store(const parse_state *parsing, int key, const char *text)
     const option_group *const group = &parsing->command->groups[key / GROUP_KEYS - 1];
     const cli_option *const given = &group->options[key % GROUP_KEYS];
     char *const value = parsing->request + group->target + given->offset;
-    const char *const accepted = given->parse(text, value);
+    const char *const accepted = given->parse ? given->parse(text, value) : parse_word(text, given->argument, value);
     if (given->most && (accepted || *(int64_t *)value < given->least || *(int64_t *)value > given->most))
         cli_fail(CLI_BAD_INPUT, "--%s=%s: must be an integer, %" PRId64 "..%" PRId64, given->name, text, given->least,
                  given->most);
@@ -249,7 +233,7 @@ const cli_option logit_options[] = {
      "Logits of the teacher become X tanh(logit / X); default none"},
     {"softcap-s", "X", parse_float, offsetof(skl_problem, softcap_s),
      "Logits of the student become X tanh(logit / X); default none"},
-    {"direction", "forward|reverse", parse_direction, offsetof(skl_problem, direction),
+    {"direction", "forward|reverse", PARSE_WORD, offsetof(skl_problem, direction),
      "KL(teacher || student), the default, or KL(student || teacher)"},
     {0},
 };
@@ -296,7 +280,7 @@ void plan_check(skl_status status, const skl_options *options)
 {
     const bool no_device = status == SKL_ERROR_DEVICE || status == SKL_ERROR_UNSUPPORTED;
     if (no_device && options->device != SKL_CPU && !device_error()[0])
-        cli_fail(CLI_NO_DEVICE, "--device=%s:%" PRId32 ": %s", device_name(options->device), options->device_index,
+        cli_fail(CLI_NO_DEVICE, "--device=%s:%" PRId32 ": %s", device_names[options->device], options->device_index,
                  skl_last_error());
     cli_check(status);
 }

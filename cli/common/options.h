@@ -9,10 +9,13 @@
 /* Stores the value of `text`, or returns a description of the accepted values ("an integer"). */
 typedef const char *option_parser(const char *text, void *value);
 
+#define PARSE_WORD NULL
+
 typedef struct cli_option {
     const char *name;     /* without the dashes; NULL ends a table */
     const char *argument; /* as the help shows it ("N"); NULL: a flag */
-    option_parser *parse;
+    option_parser
+        *parse; /* PARSE_WORD: the argument is one of the words of `argument`, "f32|f16", and stored as its index */
     size_t offset; /* of the value in the target of its group */
     const char *doc;
     int64_t initial;     /* an int64_t before the command line is read; the help names it; 0: as it was */
@@ -47,18 +50,11 @@ option_parser parse_float;  /* float, finite; refuses what rounds to 0 without b
 option_parser parse_int32;  /* int32_t, 0 or more */
 option_parser parse_int64;  /* int64_t */
 option_parser parse_count;  /* int64_t, 1 or more */
-option_parser parse_direction;
-option_parser parse_dtype;
 option_parser parse_device; /* skl_options: its device and device_index */
 
-/* Stores the index of a name in an enum. Returns `accepted` if the text is none of the names. */
-const char *parse_name(const char *text, const char *const *names, int count, void *value, const char *accepted);
-
 /* Names in the spelling of the options. */
-const char *direction_name(skl_direction direction);    /* "forward", "reverse" */
+extern const char *const direction_names[], *const device_names[], *const dtype_names[];
 const char *direction_formula(skl_direction direction); /* "teacher || student", "student || teacher" */
-const char *device_name(skl_device device);
-const char *dtype_name(skl_dtype dtype);
 
 skl_options options_watched(void); /* the default, with a line of progress on the terminal */
 

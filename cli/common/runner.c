@@ -24,7 +24,7 @@ void runner_open(plan_runner *runner, const skl_problem *problem, const skl_opti
     runner->plan = plan_create(problem, options);
     runner->workspace_size = workspace_size_of(runner->plan, problem);
     cli_check(device_open(options->device, options->device_index));
-    cli_check(device_describe(options->device, &runner->gpu));
+    cli_check(device_describe(options->device, runner->gpu, sizeof runner->gpu));
     cli_check(device_allocate(options->device, runner->workspace_size, "the workspace", &runner->workspace));
 }
 
@@ -122,7 +122,7 @@ runner_location runner_location_of(const plan_runner *runner)
     if (runner->device == SKL_CPU)
         snprintf(location.text, sizeof location.text, "on %" PRId32 " thread%s", threads, cli_plural(threads));
     else
-        snprintf(location.text, sizeof location.text, "on %s", runner->gpu.name);
+        snprintf(location.text, sizeof location.text, "on %s", runner->gpu);
     return location;
 }
 

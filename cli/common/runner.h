@@ -9,8 +9,8 @@
 typedef struct plan_runner {
     skl_plan *plan;
     skl_device device;
-    bool watched;          /* the options have a progress: the runner shows it, and measures memory */
-    device_properties gpu; /* empty on the CPU */
+    bool watched; /* the options have a progress: the runner shows it, and measures memory */
+    char gpu[96]; /* its name; "" on the CPU */
     mirror tensors;
     device_timer timer;
     void *workspace; /* in device memory */

@@ -52,7 +52,7 @@ const cli_option distill_training_options[] = {
     {"steps", "N", parse_count, SETTING(steps), "Steps of Adam", 160, 1, 1 << 24},
     {"batch", "N", parse_count, SETTING(batch), "Sequences per step", 1, 1, 1 << 20},
     {"rate", "X", parse_rate, SETTING(rate), "Peak learning rate, with warm-up and cosine decay; default 0.05"},
-    {"direction", "forward|reverse", parse_direction, SETTING(direction),
+    {"direction", "forward|reverse", PARSE_WORD, SETTING(direction),
      "KL(teacher || student), the default, or KL(student || teacher)"},
     {"seed", "N", parse_int64, SETTING(seed), "Seed of data and initial weights", 1},
     {"held-out", "N", parse_count, SETTING(held_out), "Sequences for evaluation only", 4, 1, 1024},

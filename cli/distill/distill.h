@@ -67,9 +67,6 @@ typedef struct distill_path {
 } distill_path;
 distill_path distill_path_of(const distill_request *request, const char *name);
 
-/* KL before training / KL after training. */
-double distill_kl_ratio(const distill_run *run);
-
 /* ---- What the report shows of one sequence ------------------------------------------------------------------- */
 
 enum { LOOK_BUCKETS_MAX = 40 };

@@ -5,6 +5,16 @@
 
 #include <stdint.h>
 
+/* An operand of a product: element (i, k) is data[i * row_stride + k * column_stride]. */
+typedef struct matrix {
+    const float *data;
+    int64_t row_stride, column_stride;
+} matrix;
+
+/* c[rows, columns] += a[rows, inner] b[inner, columns]; rows of b and c are contiguous, `columns` apart. Every sum
+ * runs over the inner index in order, so that the result is bitwise equal for any number of threads. */
+void matmul_add(float *c, matrix a, const float *b, int64_t rows, int64_t columns, int64_t inner, int threads);
+
 typedef struct layer_shape {
     int64_t width; /* of a hidden state */
     int64_t heads, dim;

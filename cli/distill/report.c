@@ -4,8 +4,7 @@
 #include "cli/distill/distill.h"
 #include "cli/io/file_write.h"
 #include "device/device.h"
-#include "view/page.h"
-#include "view/picture.h"
+#include "view/view.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -49,7 +48,7 @@ static json_t *bars(const char *title, const char *x_label, double top, json_t *
                      groups, "series", series);
 }
 
-static json_t *figure(json_t *value, const char *label, json_t *detail)
+static json_t *key_figure(json_t *value, const char *label, json_t *detail)
 {
     return json_pack("{so ss so}", "value", value, "label", label, "detail", detail);
 }
@@ -67,17 +66,18 @@ static json_t *figures(const distill_run *run)
     const double materialized = workload_of(&run->pair.problem, &inputs).materialized_size;
     return json_pack(
         "[oooo]",
-        figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
-               json_sprintf("%.0f times smaller; mean over rows and heads", distill_kl_ratio(run))),
-        figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
-               json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
-                            100 * evaluate_hit_rate_t(&run->after.all), 100 * evaluate_hit_rate_s(&run->before.all),
-                            run->after.all.references)),
-        figure(json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
-               json_sprintf("materialized, the matrices of a step would take %s", cli_bytes_text(materialized).text)),
-        figure(json_sprintf("%.0f s", run->history.seconds), "of training",
-               json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
-                            run->request->settings.batch * run->request->settings.context)));
+        key_figure(json_sprintf("%.3g → %.2g", run->before.kl, run->after.kl), "held-out attention KL",
+                   json_sprintf("%.0f times smaller; mean over rows and heads", run->before.kl / run->after.kl)),
+        key_figure(json_sprintf("%.1f %%", 100 * evaluate_hit_rate_s(&run->after.all)), "definitions found",
+                   json_sprintf("teacher %.0f %%, before training %.0f %%; %" PRId64 " references",
+                                100 * evaluate_hit_rate_t(&run->after.all),
+                                100 * evaluate_hit_rate_s(&run->before.all), run->after.all.references)),
+        key_figure(
+            json_string(cli_bytes_text((double)run->peak).text), "peak memory of the process",
+            json_sprintf("materialized, the matrices of a step would take %s", cli_bytes_text(materialized).text)),
+        key_figure(json_sprintf("%.0f s", run->history.seconds), "of training",
+                   json_sprintf("%" PRId64 " steps of %" PRId64 " tokens", run->student.step,
+                                run->request->settings.batch * run->request->settings.context)));
 }
 
 /* ---- Curves ------------------------------------------------------------------------------------------------- */
@@ -294,7 +294,7 @@ static json_t *command_block(const distill_settings *settings)
     add_counts(counts, sizeof counts, distill_training_options, settings);
     return json_pack("{ss so}", "kind", "command", "text",
                      json_sprintf("streamkl distill%s --rate %g --direction %s", counts, (double)settings->rate,
-                                  direction_name(settings->direction)));
+                                  direction_names[settings->direction]));
 }
 
 static void add_setting(json_t *rows, const char *name, json_t *value)

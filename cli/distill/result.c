@@ -45,11 +45,6 @@ void distill_student_save(const distill_run *run)
 
 /* ---- Text --------------------------------------------------------------------------------------------------- */
 
-double distill_kl_ratio(const distill_run *run)
-{
-    return run->before.kl / run->after.kl;
-}
-
 static double mean_kl(const depth_score *score)
 {
     return score->references ? score->kl / (double)score->references : NAN;
@@ -83,8 +78,8 @@ void distill_print_result(const distill_run *run)
     print_depths(run);
     printf("\n%sHeld-out KL%s %.4g before, %.4g after: %s%.0f times%s smaller, on %" PRId64 " sequences of %" PRId64
            " tokens\n",
-           style.bold, style.plain, run->before.kl, run->after.kl, style.good, distill_kl_ratio(run), style.plain,
-           settings->held_out, settings->context);
+           style.bold, style.plain, run->before.kl, run->after.kl, style.good, run->before.kl / run->after.kl,
+           style.plain, settings->held_out, settings->context);
     printf("%sPeak memory%s %s for the whole process; materialized, the matrices of a step would take %s\n",
            style.bold, style.plain, cli_bytes_text((double)run->peak).text,
            cli_bytes_text(work.materialized_size).text);

@@ -1,7 +1,6 @@
 #include "cli/distill/task.h"
 #include "cli/common/cli.h"
 #include "cli/common/random.h"
-#include "cli/distill/matmul.h"
 
 #include <assert.h>
 #include <math.h>

@@ -41,24 +41,8 @@ static const char doc[] =
     "  streamkl kl layer.safetensors --student indexer --causal --lse-t lse --grad grad.safetensors\n"
     "  streamkl kl pair.safetensors --device cuda:1 --explain";
 
-static const char *const student_names[] = {[SKL_STUDENT_ATTENTION] = "attention", [SKL_STUDENT_INDEXER] = "indexer"};
 const char *const kl_layout_names[] = {[LAYOUT_BHND] = "bhnd", [LAYOUT_BNHD] = "bnhd", [LAYOUT_DEFAULT] = "bhnd"};
 const char *const kl_reduction_names[] = {"mean", "sum", "none"};
-
-static const char *parse_student(const char *text, void *value)
-{
-    return parse_name(text, student_names, 2, value, "attention or indexer");
-}
-
-static const char *parse_layout(const char *text, void *value)
-{
-    return parse_name(text, kl_layout_names, 2, value, "bhnd or bnhd");
-}
-
-static const char *parse_reduction(const char *text, void *value)
-{
-    return parse_name(text, kl_reduction_names, 3, value, "mean, sum or none");
-}
 
 #define NAME(role) offsetof(kl_request, names[role])
 
@@ -72,7 +56,7 @@ const cli_option kl_pair_options[] = {
 };
 
 const cli_option kl_sequence_options[] = {
-    {"layout", "bhnd|bnhd", parse_layout, offsetof(kl_request, layout),
+    {"layout", "bhnd|bnhd", PARSE_WORD, offsetof(kl_request, layout),
      "Order of the axes: batch, heads, length, dim (default), or batch, length, heads, dim, which PyTorch's flash "
      "attention and streamkl.attention_kl have"},
     {"key-lengths", "LIST|NAME", parse_string, NAME(ROLE_KEY_LENGTHS),
@@ -87,7 +71,7 @@ const cli_option kl_sequence_options[] = {
 };
 
 static const cli_option student_options[] = {
-    {"student", "attention|indexer", parse_student, offsetof(kl_request, problem.student),
+    {"student", "attention|indexer", PARSE_WORD, offsetof(kl_request, problem.student),
      "Kind of student; default attention"},
     {"w-s", "NAME", parse_string, NAME(ROLE_W_S), "Name of the indexer's weights; default w_s"},
     {"indices", "NAME", parse_string, NAME(ROLE_INDICES),
@@ -106,7 +90,7 @@ static const cli_option sink_options[] = {
 };
 
 static const cli_option result_options[] = {
-    {"reduction", "mean|sum|none", parse_reduction, offsetof(kl_request, reduction),
+    {"reduction", "mean|sum|none", PARSE_WORD, offsetof(kl_request, reduction),
      "One number, or one per row; default mean"},
     {"out", "FILE", parse_string, offsetof(kl_request, out_path),
      "Write kl, lse_t, lse_s of every row as safetensors; for an indexer also cross_entropy, entropy, mass"},

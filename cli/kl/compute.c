@@ -199,7 +199,7 @@ static void write_rows(const kl_results *results, const skl_problem *problem, co
         tensor->shape[tensor->rank++] = heads_of(problem, row_vectors[v].of_teacher);
         tensor->shape[tensor->rank++] = kl_row_length(problem);
     }
-    const output_metadata metadata[] = {{"direction", direction_name(problem->direction)}};
+    const output_metadata metadata[] = {{"direction", direction_names[problem->direction]}};
     file_write_tensors(request->out_path, tensors, count, metadata, 1);
 }
 
@@ -212,7 +212,7 @@ static void write_gradients(const kl_results *results, const kl_inputs *inputs, 
         tensors[count].data = results->gradients[gradients[g].role];
         count += tensors[count].data != NULL;
     }
-    const output_metadata metadata[] = {{"direction", direction_name(inputs->problem.direction)},
+    const output_metadata metadata[] = {{"direction", direction_names[inputs->problem.direction]},
                                         {"reduction", kl_reduction_names[request->reduction]}};
     file_write_tensors(request->grad_path, tensors, count, metadata, 2);
 }

@@ -24,11 +24,6 @@ static double mean_of(const float *rows, const kl_results *results, const skl_pr
     return results->valid_rows > 0 ? sum / (double)results->valid_rows : 0;
 }
 
-static double total_seconds(const kl_results *results)
-{
-    return results->runner.forward_seconds + results->runner.backward_seconds;
-}
-
 /* ---- JSON --------------------------------------------------------------------------------------------------- */
 
 /* [batch][heads][length], packed [heads][total], like --out. */
@@ -80,14 +75,14 @@ static void print_json(const kl_results *results, const kl_inputs *inputs, const
     } members[] = {
         {"kl", every_row ? rows_json(results->kl, problem) : cli_json_number(reduced(results, request->reduction))},
         {"reduction", json_string(kl_reduction_names[request->reduction])},
-        {"direction", json_string(direction_name(problem->direction))},
+        {"direction", json_string(direction_names[problem->direction])},
         {"rows", json_integer(results->valid_rows)},
         {"masked_rows", json_integer(rows - results->valid_rows)},
         {"nonfinite_rows", json_integer(results->nonfinite_rows)},
-        {"device", json_string(device_name(request->options.device))},
+        {"device", json_string(device_names[request->options.device])},
         {"kernel", json_string(skl_plan_kernel(runner->plan))},
         {"threads", json_integer(skl_plan_threads(runner->plan))},
-        {"seconds", json_real(total_seconds(results))},
+        {"seconds", json_real(runner->forward_seconds + runner->backward_seconds)},
         {"forward_seconds", json_real(runner->forward_seconds)},
         {"backward_seconds", json_real(runner->backward_seconds)},
         {"pairs", count_json(work.pairs)},
@@ -129,7 +124,7 @@ static void print_side(const char *side, const kl_view *q, const kl_view *k)
 {
     printf("  %-8s %" PRId64 " head%s, %" PRId64 " key head%s, size %" PRId64 ", %s\n", side, q->extent[AXIS_HEADS],
            cli_plural(q->extent[AXIS_HEADS]), k->extent[AXIS_HEADS], cli_plural(k->extent[AXIS_HEADS]),
-           q->extent[AXIS_DIM], dtype_name(q->stored->dtype));
+           q->extent[AXIS_DIM], dtype_names[q->stored->dtype]);
 }
 
 static void print_shapes(const kl_inputs *inputs, kl_layout layout)

@@ -204,14 +204,6 @@ static void map_block(const map_work *work, const sequence_view *view, int64_t f
 
 /* ---- All of it ---------------------------------------------------------------------------------------------- */
 
-static int64_t longest(const int32_t *offsets, int64_t batch)
-{
-    int64_t most = 0;
-    for (int64_t b = 0; b < batch; b++)
-        most = offsets[b + 1] - offsets[b] > most ? offsets[b + 1] - offsets[b] : most;
-    return most;
-}
-
 static int64_t smaller(int64_t a, int64_t b)
 {
     return a < b ? a : b;
@@ -293,9 +285,7 @@ attention_map attention_map_of(const skl_problem *problem, const skl_inputs *inp
                                const skl_options *options)
 {
     assert(buckets > 0);
-    const int packed = problem->packed && inputs->cu_seqlens_q && inputs->cu_seqlens_k;
-    const int64_t len_q = packed ? longest(inputs->cu_seqlens_q, problem->batch) : problem->len_q;
-    const int64_t len_k = packed ? longest(inputs->cu_seqlens_k, problem->batch) : problem->len_k;
+    const int64_t len_q = problem->len_q, len_k = problem->len_k; /* packed: of the longest sequences */
     attention_map map = {
         .heads = problem->heads_s, .rows = smaller(buckets, len_q), .columns = smaller(buckets, len_k)};
     double **const pictures[] = {&map.p, &map.s, &map.kl};

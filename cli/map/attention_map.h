@@ -12,7 +12,7 @@
 #define STREAMKL_CLI_MAP_ATTENTION_MAP_H
 
 #include "streamkl.h"
-#include "view/picture.h"
+#include "view/view.h"
 
 #include <stdio.h>
 

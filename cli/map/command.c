@@ -4,7 +4,7 @@
 #include "device/device.h"
 #include "cli/term/term.h"
 #include "cli/map/attention_map.h"
-#include "view/figure.h"
+#include "view/view.h"
 
 #include <inttypes.h>
 #include <limits.h>

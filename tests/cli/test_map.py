@@ -159,7 +159,7 @@ def test_equal_to_kl(tmp_path, pair):
     assert np.allclose(np.array(answer["kl"])[:, 0, 0], kl.mean((0, 2)), atol=1e-6)
 
 
-LEFT, TOP, RIGHT, BOTTOM = 96, 34, 132, 60  # pixels around the map of a picture: view/figure.h
+LEFT, TOP, RIGHT, BOTTOM = 96, 34, 132, 60  # pixels around the map of a picture: view/view.h
 
 
 def test_files(tmp_path, pair):
