@@ -4,7 +4,6 @@
 #include "oracle.h"
 #include "cli/term/term.h"
 #include "cli/common/random.h"
-#include "cli/common/workload.h"
 
 #include <errno.h>
 #include <inttypes.h>
@@ -19,8 +18,6 @@ static const char doc[] =
     "  streamkl demo --context 65536           16 times the work, equal memory\n"
     "  streamkl demo --heads 4 --dim 128 --threads 1\n"
     "  streamkl demo --device cuda             on a GPU";
-
-/* ---- The command line --------------------------------------------------------------------------------------- */
 
 typedef struct demo_request {
     int64_t context, heads, dim, seed;
@@ -40,8 +37,6 @@ static const option_group groups[] = {
     {NULL, engine_options, offsetof(demo_request, options)},
     {0},
 };
-
-/* ---- A teacher and a student -------------------------------------------------------------------------------- */
 
 /* The student is the teacher plus an error that grows along the context, like a student trained on short ones. */
 static void fill_tensors(float *const tensors[ROLE_REQUIRED_COUNT], const skl_problem *problem, uint64_t seed)
@@ -88,8 +83,6 @@ static void make_inputs(kl_inputs *inputs, stored_tensor stored[ROLE_REQUIRED_CO
     fill_tensors(tensors, &problem, (uint64_t)request->seed);
 }
 
-/* ---- Accuracy ----------------------------------------------------------------------------------------------- */
-
 /* Compares the last queries with the float64 oracle: a smaller causal problem, bottom-right aligned. */
 static double worst_difference(const kl_inputs *of, const float *kl, int64_t checked)
 {
@@ -114,8 +107,6 @@ static double worst_difference(const kl_inputs *of, const float *kl, int64_t che
     oracle_free(&exact);
     return worst;
 }
-
-/* ---- Output ------------------------------------------------------------------------------------------------- */
 
 static void print_timing(const char *label, const char *what, double seconds, double flop)
 {

@@ -23,8 +23,6 @@ static const char doc[] =
     "  streamkl info --explain --heads 64 --index-heads 32 --top-k 2048 --device cuda\n"
     "  streamkl info --explain --dtype bf16 --dim 128 --heads 16 --gpu h100";
 
-/* ---- The command line --------------------------------------------------------------------------------------- */
-
 typedef struct info_request {
     int32_t json, explain;
     int64_t context, heads, dim; /* of teacher and student */
@@ -68,24 +66,6 @@ static const option_group groups[] = {
     {"Engine, with --explain:", engine_options, offsetof(info_request, options)},
     {0},
 };
-
-static void parse_command_line(info_request *request, int argc, char **argv)
-{
-    static const command_line command = {doc, groups, NULL};
-    *request = (info_request){.problem = skl_problem_default(), .options = skl_options_default()};
-    options_parse(&command, argc, argv, request);
-    if (request->options.gpu != NULL)
-        request->options.device = SKL_CUDA;
-    const bool only_json = argc == 1 || (argc == 2 && request->json);
-    if (!request->explain && !only_json)
-        cli_fail(CLI_BAD_INPUT, "--explain must be given too: the options describe a problem to explain");
-    if (request->problem.top_k && !request->problem.index_heads)
-        cli_fail(CLI_BAD_INPUT, "--top-k: --index-heads must be given too");
-    if (request->grad_teacher && request->problem.index_heads)
-        cli_fail(CLI_BAD_INPUT, "--grad-teacher: not available with --index-heads, whose teacher is fixed");
-}
-
-/* ---- One problem -------------------------------------------------------------------------------------------- */
 
 static skl_problem problem_of(const info_request *request)
 {
@@ -229,8 +209,18 @@ static void print_tables(const device_report *devices)
 
 int cmd_info(int argc, char **argv)
 {
-    info_request request;
-    parse_command_line(&request, argc, argv);
+    static const command_line command = {doc, groups, NULL};
+    info_request request = {.problem = skl_problem_default(), .options = skl_options_default()};
+    options_parse(&command, argc, argv, &request);
+    if (request.options.gpu != NULL)
+        request.options.device = SKL_CUDA;
+    const bool only_json = argc == 1 || (argc == 2 && request.json);
+    if (!request.explain && !only_json)
+        cli_fail(CLI_BAD_INPUT, "--explain must be given too: the options describe a problem to explain");
+    if (request.problem.top_k && !request.problem.index_heads)
+        cli_fail(CLI_BAD_INPUT, "--top-k: --index-heads must be given too");
+    if (request.grad_teacher && request.problem.index_heads)
+        cli_fail(CLI_BAD_INPUT, "--grad-teacher: not available with --index-heads, whose teacher is fixed");
     if (request.explain) {
         explain_problem(&request);
         return CLI_OK;

@@ -20,8 +20,6 @@ static const command commands[] = {
 };
 enum { COMMAND_COUNT = sizeof commands / sizeof commands[0] };
 
-/* ---- Commands ----------------------------------------------------------------------------------------------- */
-
 static const command *find_command(const char *name)
 {
     for (int c = 0; c < COMMAND_COUNT; c++) {

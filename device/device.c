@@ -4,8 +4,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* ---- Errors ------------------------------------------------------------------------------------------------- */
-
 static char error_text[512];
 
 const char *device_error(void)
@@ -34,8 +32,6 @@ skl_status device_open(skl_device device, int32_t index)
     const skl_status cleared = device_begin();
     return device == SKL_CPU ? cleared : gpu_open(index);
 }
-
-/* ---- Memory ------------------------------------------------------------------------------------------------- */
 
 static skl_status cpu_allocate(size_t size, const char *what, void **memory)
 {
@@ -68,8 +64,6 @@ skl_status device_copy(skl_device device, void *to, const void *from, size_t siz
     return SKL_OK;
 }
 
-/* ---- Time --------------------------------------------------------------------------------------------------- */
-
 skl_status device_timer_start(device_timer *timer, skl_device device)
 {
     const skl_status cleared = device_begin();
@@ -83,8 +77,6 @@ skl_status device_timer_stop(device_timer *timer, double *seconds)
     const skl_status cleared = device_begin();
     return timer->device == SKL_CPU ? cleared : gpu_timer_stop(timer->events, seconds);
 }
-
-/* ---- Descriptions ------------------------------------------------------------------------------------------- */
 
 skl_status device_describe(skl_device device, char *name, size_t size)
 {

@@ -20,8 +20,6 @@ skl_status gpu_open(int32_t index)
     return check(error, "opening the GPU");
 }
 
-/* ---- Memory ------------------------------------------------------------------------------------------------- */
-
 static double gib(size_t size)
 {
     return (double)size / 0x1p30;

@@ -44,8 +44,6 @@ static void draw_text(canvas *on, int64_t x, int64_t y, const char *text)
             draw_letter(on, x, y, glyphs[(unsigned char)*text]);
 }
 
-/* ---- Parts -------------------------------------------------------------------------------------------------- */
-
 static uint8_t colour_of(const figure *drawn, double value)
 {
     return (uint8_t)(palette_index(drawn->palette, value, drawn->top) * (COLOURS - 1) / 255);
@@ -101,9 +99,8 @@ static void draw_bar(canvas *on, const figure *drawn, int64_t map_width, int64_t
     }
 }
 
-/* ---- The figure --------------------------------------------------------------------------------------------- */
-
-int figure_zoom(int64_t rows, int64_t columns)
+/* The side of a cell in pixels: whole, so that the longer side of the map has at least 512 pixels. */
+static int figure_zoom(int64_t rows, int64_t columns)
 {
     enum { SIDE_LEAST = 512 };
     const int64_t longer = rows > columns ? rows : columns;

@@ -43,9 +43,6 @@ typedef struct figure {
 /* Margins of a picture around its map, in pixels. */
 enum { FIGURE_LEFT = 96, FIGURE_TOP = 34, FIGURE_RIGHT = 132, FIGURE_BOTTOM = 60 };
 
-/* The side of a cell in pixels: whole, so that the longer side of the map has at least 512 pixels. */
-int figure_zoom(int64_t rows, int64_t columns);
-
 /* Writes the picture to a stream. False: out of memory, or the stream failed. */
 bool figure_png(FILE *file, const figure *drawn);
 

@@ -29,8 +29,6 @@ static const char doc[] =
     "  streamkl bench --lengths 16384,65536 --max-memory 4G\n"
     "  streamkl bench --csv bench.csv";
 
-/* ---- The command line --------------------------------------------------------------------------------------- */
-
 typedef struct bench_request {
     bench_config config;
     const char *csv_path; /* NULL: none */
@@ -112,23 +110,6 @@ static const cli_option result_options[] = {
 
 static const option_group groups[] = {
     {"Problem:", problem_options, 0}, {"Measurement:", measurement_options, 0}, {"Result:", result_options, 0}, {0}};
-
-static void parse_command_line(bench_request *request, int argc, char **argv)
-{
-    static const command_line command = {doc, groups, NULL};
-    request->config = (bench_config){
-        .lengths = {4, {1024, 2048, 4096, 8192}},
-        .dims = {2, {64, 128}},
-        .threads = {1, {1}},
-        .max_memory = machine_available_memory() / 2,
-        .engine = skl_options_default(),
-    };
-    options_parse(&command, argc, argv, request);
-    if (request->csv_path)
-        file_outputs_check(&(output_file){"--csv", request->csv_path}, 1, NULL, 0);
-}
-
-/* ---- Tables ------------------------------------------------------------------------------------------------- */
 
 /* The machine, the problem and the BLAS. Without one, blas_description is NULL. */
 static void print_report_heading(const bench_report *report, const char *blas_description)
@@ -305,22 +286,25 @@ static void measure_all(bench_report *report, const blas *library)
     }
 }
 
-/* Checks the configuration, and notes machine and date. */
-static void begin_report(bench_report *report)
+int cmd_bench(int argc, char **argv)
 {
+    static const command_line command = {doc, groups, NULL};
+    bench_request request = {.config = {
+                                 .lengths = {4, {1024, 2048, 4096, 8192}},
+                                 .dims = {2, {64, 128}},
+                                 .threads = {1, {1}},
+                                 .max_memory = machine_available_memory() / 2,
+                                 .engine = skl_options_default(),
+                             }};
+    options_parse(&command, argc, argv, &request);
+    if (request.csv_path)
+        file_outputs_check(&(output_file){"--csv", request.csv_path}, 1, NULL, 0);
+    bench_report *const report = cli_allocate_zeros(1, sizeof *report, "the report");
+    report->config = request.config;
     plan_check(bench_check(&report->config), &report->config.engine);
     machine_date(report->date, sizeof report->date);
     machine_cpu_model(report->machine, sizeof report->machine);
     report->cores = machine_cores();
-}
-
-int cmd_bench(int argc, char **argv)
-{
-    bench_request request = {0};
-    parse_command_line(&request, argc, argv);
-    bench_report *const report = cli_allocate_zeros(1, sizeof *report, "the report");
-    report->config = request.config;
-    begin_report(report);
     blas *const library = blas_open();
     measure_all(report, library);
     if (request.csv_path) {

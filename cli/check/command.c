@@ -45,8 +45,6 @@ static const option_group groups[] = {
     {0},
 };
 
-/* ---- The kernels -------------------------------------------------------------------------------------------- */
-
 enum { KERNELS_MAX = 64 };
 
 typedef struct checked_kernel {

@@ -49,14 +49,10 @@ void cli_check(skl_status status)
         [SKL_ERROR_DEVICE] = CLI_NO_DEVICE,
     };
     const size_t count = sizeof exit_codes / sizeof exit_codes[0];
+    /* A successful call of the device layer clears its text, so a text means that the device layer failed. */
     if (status != SKL_OK)
-        cli_fail((size_t)status < count ? exit_codes[status] : CLI_NO_DEVICE, "%s", cli_status_text());
-}
-
-/* A successful call of the device layer clears its text, so a text means that the device layer failed. */
-const char *cli_status_text(void)
-{
-    return device_error()[0] ? device_error() : skl_last_error();
+        cli_fail((size_t)status < count ? exit_codes[status] : CLI_NO_DEVICE, "%s",
+                 device_error()[0] ? device_error() : skl_last_error());
 }
 
 void *cli_allocate(size_t size, const char *what)

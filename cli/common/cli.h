@@ -38,7 +38,6 @@ void cli_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Returns if the status is SKL_OK. Otherwise fails with the error text of the library or the device layer, whichever
  * failed, and the exit code for the status. */
 void cli_check(skl_status status);
-const char *cli_status_text(void);
 
 /* Like malloc() and calloc(), but fails with "out of memory: WHAT needs N bytes". */
 void *cli_allocate(size_t size, const char *what);

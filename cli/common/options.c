@@ -49,6 +49,15 @@ static bool integer_from_text(const char *text, int64_t least, int64_t most, int
     return true;
 }
 
+bool pair_from_text(const char *text, int64_t least, int64_t *first, int64_t *second)
+{
+    char *comma;
+    errno = 0;
+    *first = strtoll(text, &comma, 10);
+    return comma != text && *comma == ',' && !errno && *first >= least &&
+           integer_from_text(comma + 1, least, INT64_MAX, second);
+}
+
 const char *parse_int32(const char *text, void *value)
 {
     int64_t number;
@@ -186,17 +195,10 @@ int options_parse(const command_line *command, int argc, char **argv, void *requ
 /* "LEFT,RIGHT" into an skl_problem; -1 stands for no limit. */
 static const char *parse_window(const char *text, void *value)
 {
-    static const char accepted[] = "LEFT,RIGHT, two integers of -1 (no limit) or more";
-    skl_problem *problem = value;
-    char *comma;
-    errno = 0;
-    const long long left = strtoll(text, &comma, 10);
-    if (comma == text || *comma != ',' || errno || left < -1)
-        return accepted;
-    if (!integer_from_text(comma + 1, -1, INT64_MAX, &problem->window_right))
-        return accepted;
-    problem->window_left = left;
-    return NULL;
+    skl_problem *const problem = value;
+    return pair_from_text(text, -1, &problem->window_left, &problem->window_right)
+               ? NULL
+               : "LEFT,RIGHT, two integers of -1 (no limit) or more";
 }
 
 /* One offset is enough to give both queries and keys explicit positions. */

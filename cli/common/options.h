@@ -4,6 +4,7 @@
 
 #include "streamkl.h"
 #include <argp.h>
+#include <stdbool.h>
 #include <stddef.h>
 
 /* Stores the value of `text`, or returns a description of the accepted values ("an integer"). */
@@ -51,6 +52,9 @@ option_parser parse_int32;  /* int32_t, 0 or more */
 option_parser parse_int64;  /* int64_t */
 option_parser parse_count;  /* int64_t, 1 or more */
 option_parser parse_device; /* skl_options: its device and device_index */
+
+/* "FIRST,SECOND", both at least `least`. False: the text is another one. */
+bool pair_from_text(const char *text, int64_t least, int64_t *first, int64_t *second);
 
 /* Names in the spelling of the options. */
 extern const char *const direction_names[], *const device_names[], *const dtype_names[];

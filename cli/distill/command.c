@@ -27,8 +27,6 @@ static const char doc[] =
     "  streamkl distill --context 32768 --steps 60\n"
     "  streamkl distill --out run7 --seed 7 --heads-t 8 --heads-s 2";
 
-/* ---- The command line --------------------------------------------------------------------------------------- */
-
 #define SETTING(member) offsetof(distill_settings, member)
 
 static const char *parse_rate(const char *text, void *value)

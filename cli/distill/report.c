@@ -1,6 +1,5 @@
 /* report.html: the result of a run on one self-contained page. */
 #include "cli/common/cli.h"
-#include "cli/common/workload.h"
 #include "cli/distill/distill.h"
 #include "cli/io/file_write.h"
 #include "device/device.h"

@@ -2,7 +2,6 @@
 #include "cli/common/cli.h"
 #include "cli/distill/distill.h"
 #include "cli/term/term.h"
-#include "cli/common/workload.h"
 #include "cli/io/file_write.h"
 
 #include <inttypes.h>
@@ -15,8 +14,6 @@ distill_path distill_path_of(const distill_request *request, const char *name)
     snprintf(path.text, sizeof path.text, "%s/%s", request->folder, name);
     return path;
 }
-
-/* ---- Weights ------------------------------------------------------------------------------------------------ */
 
 /* [width, heads * dim] to [heads, dim, width], the layout of linear layers. */
 static float *transposed(const float *weights, int64_t width, int64_t columns)
@@ -42,8 +39,6 @@ void distill_student_save(const distill_run *run)
     free(w_q);
     free(w_k);
 }
-
-/* ---- Text --------------------------------------------------------------------------------------------------- */
 
 static double mean_kl(const depth_score *score)
 {
@@ -86,8 +81,6 @@ void distill_print_result(const distill_run *run)
     printf("%sTraining%s %s, kernel %s\n", style.bold, style.plain, cli_seconds_text(run->history.seconds).text,
            skl_plan_kernel(run->pair.runner.plan));
 }
-
-/* ---- JSON --------------------------------------------------------------------------------------------------- */
 
 static json_t *depths_json(const distill_run *run)
 {

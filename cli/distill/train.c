@@ -28,8 +28,6 @@ static void print_row(const distill_run *run, double loss, double kl, double hit
     fflush(stdout);
 }
 
-/* ---- Evaluation --------------------------------------------------------------------------------------------- */
-
 static bool evaluation_is_due(const distill_run *run)
 {
     const int64_t step = run->student.step, steps = run->request->settings.steps;
@@ -49,8 +47,6 @@ static void record_evaluation(distill_run *run)
     if (!run->request->json)
         print_row(run, step > 0 ? history->loss[step - 1] : NAN, now.kl, evaluate_hit_rate_s(&now.all));
 }
-
-/* ---- The loop ----------------------------------------------------------------------------------------------- */
 
 bool distill_step(distill_run *run, double *mean_kl)
 {

@@ -45,6 +45,14 @@ static int directory_length(const char *path)
     return slash ? (int)(slash + 1 - path) : 0;
 }
 
+/* "./." for "./out", "." for "out"; cut if it is too long. */
+static const char *folder_of(const char *path)
+{
+    static char folder[PATH_MAX];
+    snprintf(folder, sizeof folder, "%.*s.", directory_length(path), path);
+    return folder;
+}
+
 /* Unique among processes and machines, also where every process has the same id. */
 static unsigned long long unique_number(void)
 {
@@ -122,13 +130,7 @@ static void remove_if_stale(int folder, const char *name)
 
 static void clean_folder_of(const char *path)
 {
-    const int length = directory_length(path);
-    char *const folder = malloc((size_t)length + sizeof ".");
-    if (folder == NULL)
-        return;
-    snprintf(folder, (size_t)length + sizeof ".", "%.*s.", length, path);
-    DIR *const entries = opendir(folder);
-    free(folder);
+    DIR *const entries = opendir(folder_of(path));
     if (entries == NULL)
         return;
     for (const struct dirent *entry; (entry = readdir(entries));)
@@ -138,48 +140,41 @@ static void clean_folder_of(const char *path)
 
 /* ---- Inputs and outputs ------------------------------------------------------------------------------------- */
 
-/* What a path names, whatever its spelling: an existing file, or a name in an existing folder. */
+/* What a path names, whatever its spelling: an existing file, or a name in an existing folder. What does not exist
+ * has no inode. */
 typedef struct file_identity {
     const char *path, *name;
-    bool exists, folder_exists;
     struct stat file, folder;
 } file_identity;
 
 static file_identity identify(const char *path)
 {
     file_identity identity = {.path = path, .name = path + directory_length(path)};
-    char folder[PATH_MAX];
-    const int length = snprintf(folder, sizeof folder, "%.*s.", directory_length(path), path);
-    identity.exists = stat(path, &identity.file) == 0;
-    identity.folder_exists = length < (int)sizeof folder && stat(folder, &identity.folder) == 0;
+    (void)stat(path, &identity.file);
+    (void)stat(folder_of(path), &identity.folder);
     return identity;
 }
 
 static bool same_inode(const struct stat *left, const struct stat *right)
 {
-    return left->st_dev == right->st_dev && left->st_ino == right->st_ino;
+    return left->st_ino != 0 && left->st_ino == right->st_ino && left->st_dev == right->st_dev;
 }
 
 static bool same_file(const file_identity *left, const file_identity *right)
 {
-    if (left->exists && right->exists && same_inode(&left->file, &right->file))
-        return true;
-    if (left->folder_exists && right->folder_exists)
-        return same_inode(&left->folder, &right->folder) && strcmp(left->name, right->name) == 0;
-    return strcmp(left->path, right->path) == 0;
+    return same_inode(&left->file, &right->file) || strcmp(left->path, right->path) == 0 ||
+           (same_inode(&left->folder, &right->folder) && strcmp(left->name, right->name) == 0);
 }
 
 /* The folder must be writable, for the temporary file and the output. */
 static void check_writable(const output_file *output)
 {
     struct stat status;
-    char folder[PATH_MAX];
-    if (strlen(output->path) >= sizeof folder)
+    if (strlen(output->path) >= PATH_MAX)
         cli_fail(CLI_BAD_INPUT, "%s=%.60s...: must be shorter than %d bytes", output->option, output->path, PATH_MAX);
     if (lstat(output->path, &status) == 0 && !S_ISREG(status.st_mode))
         cli_fail(CLI_BAD_INPUT, "%s=%s: must be a regular file or not exist", output->option, output->path);
-    snprintf(folder, sizeof folder, "%.*s.", directory_length(output->path), output->path);
-    if (access(folder, W_OK | X_OK) != 0)
+    if (access(folder_of(output->path), W_OK | X_OK) != 0)
         cli_fail(CLI_WRITE_FAILED, "%s=%s: cannot write there: %s", output->option, output->path, strerror(errno));
 }
 

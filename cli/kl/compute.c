@@ -163,8 +163,6 @@ static void backward(kl_results *results, const kl_inputs *inputs, kl_reduction 
     runner_backward(&results->runner, &saved, &written);
 }
 
-/* ---- All steps ---------------------------------------------------------------------------------------------- */
-
 void kl_compute(kl_results *results, const kl_inputs *inputs, const kl_request *request)
 {
     const skl_problem *const problem = &inputs->problem;

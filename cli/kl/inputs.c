@@ -228,8 +228,6 @@ static void load_sinks(kl_inputs *inputs, const kl_request *request)
     inputs->tensors.sink_s = inputs->sink_s;
 }
 
-/* ---- The teacher's LSE -------------------------------------------------------------------------------------- */
-
 static void load_lse_t(kl_inputs *inputs, const kl_request *request)
 {
     static const int order[] = {AXIS_LENGTH, AXIS_HEADS, AXIS_BATCH};

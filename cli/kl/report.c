@@ -3,7 +3,6 @@
 #include "cli/kl/kl.h"
 #include "cli/common/options.h"
 #include "cli/term/term.h"
-#include "cli/common/workload.h"
 
 #include <inttypes.h>
 #include <math.h>

@@ -10,7 +10,8 @@
 /* Queries per call of the library: enough to occupy every core or SM. */
 enum { BLOCK_ROWS = 1024 };
 
-int64_t attention_map_bucket_begin(int64_t bucket, int64_t count, int64_t length)
+/* The first query or key of a bucket. A bucket ends where the next one begins. */
+static int64_t bucket_begin(int64_t bucket, int64_t count, int64_t length)
 {
     /* length * bucket / count, without overflow of the product */
     return length / count * bucket + length % count * bucket / count;
@@ -20,9 +21,9 @@ static int64_t bucket_of(int64_t at, int64_t count, int64_t length)
 {
     int64_t bucket = (int64_t)((double)at / (double)length * (double)count);
     bucket = bucket < count ? bucket : count - 1;
-    while (attention_map_bucket_begin(bucket, count, length) > at)
+    while (bucket_begin(bucket, count, length) > at)
         bucket--;
-    while (attention_map_bucket_begin(bucket + 1, count, length) <= at)
+    while (bucket_begin(bucket + 1, count, length) <= at)
         bucket++;
     return bucket;
 }
@@ -192,9 +193,9 @@ static void map_block(const map_work *work, const sequence_view *view, int64_t f
     skl_plan *const plan = plan_create(&problem, &work->options);
     teacher_lse(work, plan, &problem, &inputs);
     for (int64_t column = 0; column < columns; column++)
-        cli_check(skl_partial(plan, &inputs, attention_map_bucket_begin(column, columns, problem.len_k),
-                              attention_map_bucket_begin(column + 1, columns, problem.len_k),
-                              work->device_states + column * stride, work->workspace, work->workspace_size, NULL));
+        cli_check(skl_partial(plan, &inputs, bucket_begin(column, columns, problem.len_k),
+                              bucket_begin(column + 1, columns, problem.len_k), work->device_states + column * stride,
+                              work->workspace, work->workspace_size, NULL));
     if (work->device_states != work->states)
         cli_check(device_copy(work->options.device, work->states, work->device_states,
                               (size_t)(columns * stride) * sizeof *work->states));

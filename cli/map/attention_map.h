@@ -28,10 +28,6 @@ attention_map attention_map_of(const skl_problem *problem, const skl_inputs *inp
                                const skl_options *options);
 void attention_map_free(attention_map *map);
 
-/* The first query or key of a bucket, out of `count` buckets over `length`. A bucket ends where the next one begins.
- */
-int64_t attention_map_bucket_begin(int64_t bucket, int64_t count, int64_t length);
-
 /* Replaces the first head of p, s or kl by the mean over heads. */
 void attention_map_mean(const attention_map *map, double *picture);
 

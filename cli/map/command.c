@@ -25,8 +25,6 @@ static const char doc[] =
     "  streamkl map pair.safetensors --causal --head all --out maps.safetensors\n"
     "  streamkl map pair.safetensors --causal --device cuda --json";
 
-/* ---- The command line --------------------------------------------------------------------------------------- */
-
 enum { HEAD_MEAN = -1, HEAD_ALL = -2 };
 
 typedef struct map_request {

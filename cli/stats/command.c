@@ -3,7 +3,6 @@
 #include "cli/kl/kl.h"
 #include "cli/term/term.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>
@@ -37,13 +36,9 @@ typedef struct stats_request {
 static const char *parse_rows(const char *text, void *value)
 {
     int64_t *const rows = value;
-    char *end = NULL;
-    errno = 0;
-    const long long begin = strtoll(text, &end, 10);
-    if (end == text || *end != ',' || errno || parse_int64(end + 1, &rows[1]))
-        return "BEGIN,END, two integers; negative ones count from the end, and an END of 0 is the end";
-    rows[0] = begin;
-    return NULL;
+    return pair_from_text(text, INT64_MIN, &rows[0], &rows[1])
+               ? NULL
+               : "BEGIN,END, two integers; negative ones count from the end, and an END of 0 is the end";
 }
 
 #define NAME(role) offsetof(stats_request, input.names[role])
