@@ -140,37 +140,6 @@ static void a_page_that_was_missing_is_reported(void **state)
     remove_file(&f);
 }
 
-static void writing_in_place_is_reported(void **state)
-{
-    (void)state;
-    fixture f;
-    make_file(&f);
-    mapped_file file;
-    open_file(&file, &f);
-    assert_int_equal(pwrite(f.fd, "2", 1, 5), 1);
-    expect_changed(&f, &file, "was written while it was read: must not change");
-    mapped_file_close(&file);
-    remove_file(&f);
-}
-
-static void a_restored_modification_time_hides_nothing(void **state)
-{
-    (void)state;
-    fixture f;
-    make_file(&f);
-    struct stat before;
-    assert_int_equal(fstat(f.fd, &before), 0);
-    mapped_file file;
-    open_file(&file, &f);
-    assert_int_equal(usleep(TICK_US), 0);
-    assert_int_equal(pwrite(f.fd, "2", 1, 5), 1);
-    const struct timespec times[2] = {before.st_atim, before.st_mtim};
-    assert_int_equal(futimens(f.fd, times), 0);
-    expect_changed(&f, &file, "its content or attributes changed while it was read: must not change");
-    mapped_file_close(&file);
-    remove_file(&f);
-}
-
 /* A bus error outside of the files ends the process as before. */
 static void other_bus_errors_are_fatal(void **state)
 {
@@ -200,8 +169,6 @@ int main(void)
         cmocka_unit_test(reading_changes_nothing),
         cmocka_unit_test(truncation_is_reported),
         cmocka_unit_test(a_page_that_was_missing_is_reported),
-        cmocka_unit_test(writing_in_place_is_reported),
-        cmocka_unit_test(a_restored_modification_time_hides_nothing),
         cmocka_unit_test(other_bus_errors_are_fatal),
     };
     return cmocka_run_group_tests_name("mapped_file", tests, NULL, NULL);

@@ -11,7 +11,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <signal.h>
 #include <time.h>
@@ -231,22 +230,6 @@ static void respects_umask(void **state)
     assert_int_equal(status.st_mode & 0777, 0640);
 }
 
-/* Leftovers, whatever their names, block no later file. */
-static void ignores_stale_temporary_files(void **state)
-{
-    (void)state;
-    char stale[64];
-    for (int i = 0; i < 100; i++) {
-        snprintf(stale, sizeof stale, ".streamkl-%ld-%d.tmp", (long)getpid(), i);
-        put_text(stale, "stale");
-    }
-    snprintf(stale, sizeof stale, ".streamkl-%ld.tmp", (long)getpid());
-    put_text(stale, "stale");
-    write_tensors("out", outputs, OUTPUT_COUNT, metadata, 2);
-    expect_text(stale, "stale");
-    assert_int_equal(entry_count("."), 102);
-}
-
 static void make_old(const char *path)
 {
     const struct timespec past[2] = {{.tv_sec = time(NULL) - 7200}, {.tv_sec = time(NULL) - 7200}};
@@ -340,22 +323,6 @@ static void refuses_targets(void **state)
     assert_int_equal(entry_count("."), 2);
 }
 
-static void refuses_read_only_directory(void **state)
-{
-    (void)state;
-    put_text("out", "old");
-    const uid_t user = geteuid();
-    const uid_t nobody = 65534;
-    assert_int_equal(chmod(".", 0555), 0);
-    if (user == 0)
-        assert_int_equal(seteuid(nobody), 0);
-    expect_unwritten("out", outputs, OUTPUT_COUNT, metadata, 2,
-                     "out: cannot create a temporary file next to it: Permission denied");
-    assert_int_equal(seteuid(user), 0);
-    assert_int_equal(chmod(".", 0755), 0);
-    expect_text("out", "old");
-}
-
 static void refuses_names(void **state)
 {
     (void)state;
@@ -385,23 +352,6 @@ static void refuses_a_header_that_readers_would_refuse(void **state)
     free(value);
 }
 
-/* The size limit is reached within the header: a short write, then a failing one. */
-static void reports_a_size_limit(void **state)
-{
-    (void)state;
-    struct rlimit unlimited;
-    assert_int_equal(getrlimit(RLIMIT_FSIZE, &unlimited), 0);
-    const struct rlimit tiny = {.rlim_cur = 50, .rlim_max = unlimited.rlim_max};
-    put_text("out", "old");
-    signal(SIGXFSZ, SIG_IGN);
-    assert_int_equal(setrlimit(RLIMIT_FSIZE, &tiny), 0);
-    expect_unwritten("out", outputs, OUTPUT_COUNT, metadata, 2, "out: cannot write: File too large");
-    assert_int_equal(setrlimit(RLIMIT_FSIZE, &unlimited), 0);
-    signal(SIGXFSZ, SIG_DFL);
-    expect_text("out", "old");
-    assert_int_equal(entry_count("."), 1);
-}
-
 #define IN_DIRECTORY(test) cmocka_unit_test_setup_teardown(test, enter_directory, leave_directory)
 
 int main(void)
@@ -414,14 +364,11 @@ int main(void)
         IN_DIRECTORY(writes_these_bytes),
         IN_DIRECTORY(writes_a_file_without_tensors),
         IN_DIRECTORY(respects_umask),
-        IN_DIRECTORY(ignores_stale_temporary_files),
         IN_DIRECTORY(cleans_only_stale_temporary_files),
         IN_DIRECTORY(restores_all_files_of_a_set),
         IN_DIRECTORY(refuses_targets),
-        IN_DIRECTORY(refuses_read_only_directory),
         IN_DIRECTORY(refuses_names),
         IN_DIRECTORY(refuses_a_header_that_readers_would_refuse),
-        IN_DIRECTORY(reports_a_size_limit),
     };
     return cmocka_run_group_tests_name("tensor_disk", tests, NULL, NULL);
 }

@@ -123,56 +123,51 @@ static void test_style(void **state)
     close_screen(terminal);
 }
 
+/* What a call draws on `stream`. */
+#define EXPECT_DRAWN(open, expected, call)                                                                           \
+    do {                                                                                                             \
+        screen *const drawn = open();                                                                                \
+        FILE *const stream = drawn->stream;                                                                          \
+        call;                                                                                                        \
+        assert_string_equal(text_of(drawn), expected);                                                               \
+        close_screen(drawn);                                                                                         \
+    } while (0)
+
 static void test_chart(void **state)
 {
     (void)state;
     /* 8 of 16 fill 2 of 4 lines, and 9 reach the third; 1e-9 still shows. Powers of 2 leave no rounding. */
-    const double values[] = {0, 1e-9, 8, 9, 10, 12, 16, (double)NAN};
-    screen *const file = open_file();
-    term_chart(file->stream, values, 8, 4);
-    assert_string_equal(text_of(file), "         16 |      # \n"
-                                       "            |   .:## \n"
-                                       "            |  ##### \n"
-                                       "          0 | .##### \n");
-    close_screen(file);
-
-    screen *const terminal = open_terminal();
-    term_chart(terminal->stream, (const double[]){1, 8, 12, 16}, 4, 2);
-    assert_string_equal(text_of(terminal), "         16 |\033[36m  ▄█\033[0m\n"
-                                           "          0 |\033[36m▁███\033[0m\n");
-    close_screen(terminal);
-}
-
-static void test_charts_without_scale(void **state)
-{
-    (void)state;
+    const double values[] = {0, 1e-9, 8, 9, 10, 12, 16, (double)NAN}, few[] = {1, 8, 12, 16};
+    EXPECT_DRAWN(open_file,
+                 "         16 |      # \n"
+                 "            |   .:## \n"
+                 "            |  ##### \n"
+                 "          0 | .##### \n",
+                 term_chart(stream, values, 8, 4));
+    EXPECT_DRAWN(open_terminal,
+                 "         16 |\033[36m  ▄█\033[0m\n"
+                 "          0 |\033[36m▁███\033[0m\n",
+                 term_chart(stream, few, 4, 2));
+    /* without a scale */
     const double zeros[] = {0, 0}, infinite[] = {1, (double)INFINITY};
-    screen *const flat = open_file(), *const tall = open_file();
-    term_chart(flat->stream, zeros, 2, 2);
-    assert_string_equal(text_of(flat), "          1 |  \n          0 |  \n");
-    term_chart(tall->stream, infinite, 2, 2);
-    assert_string_equal(text_of(tall), "          1 |##\n          0 |##\n");
-    close_screen(flat);
-    close_screen(tall);
+    EXPECT_DRAWN(open_file, "          1 |  \n          0 |  \n", term_chart(stream, zeros, 2, 2));
+    EXPECT_DRAWN(open_file, "          1 |##\n          0 |##\n", term_chart(stream, infinite, 2, 2));
 }
 
-/* Two sequences; the row that attends to no key does not count. */
+/* Two sequences; the row that attends to no key does not count. Then 128 positions in 64 columns: the mean of two. */
 static void test_chart_by_position(void **state)
 {
     (void)state;
     const float kl[] = {0, 1, 2, 100, 3, 4}, lse_s[] = {0, 0, 0, -(float)INFINITY, 0, 0};
-    screen *const file = open_file();
-    term_position_chart(file->stream, kl, lse_s, 2, 3); /* means 0, 2, 3 */
-    assert_string_equal(text_of(file), "          3 |  #\n"
-                                       "            |  #\n"
-                                       "            | ##\n"
-                                       "            | ##\n"
-                                       "            | ##\n"
-                                       "          0 | ##\n"
-                                       "      query  0 2\n");
-    close_screen(file);
-
-    /* 128 positions in 64 columns: the mean of two. */
+    EXPECT_DRAWN(open_file,
+                 "          3 |  #\n"
+                 "            |  #\n"
+                 "            | ##\n"
+                 "            | ##\n"
+                 "            | ##\n"
+                 "          0 | ##\n"
+                 "      query  0 2\n",
+                 term_position_chart(stream, kl, lse_s, 2, 3)); /* means 0, 2, 3 */
     enum { LENGTH = 128 };
     float many[LENGTH], lse[LENGTH] = {0};
     for (int i = 0; i < LENGTH; i++)
@@ -191,28 +186,13 @@ static void test_map_of_characters(void **state)
     (void)state;
     /* Shares are drawn as sqrt(value / top) in tenths: 1/81, 4/81, ... are whole steps of nine. */
     const double shares[] = {0, 1 / 81.0, 4 / 81.0, 9 / 81.0, 36 / 81.0, 1, 2, (double)NAN};
-    screen *const one = open_file();
-    map_print(one->stream, PALETTE_SHARE, shares, 1, 8, 1);
-    assert_string_equal(text_of(one), "   .:-*@@ \n");
-    close_screen(one);
-
+    EXPECT_DRAWN(open_file, "   .:-*@@ \n", map_print(stream, PALETTE_SHARE, shares, 1, 8, 1));
     const double contributions[] = {-1, -0.25, 0, 0.25, 1, -4};
-    screen *const two = open_file();
-    map_print(two->stream, PALETTE_SIGNED, contributions, 1, 6, 1);
-    assert_string_equal(text_of(two), "  <; +@<\n");
-    close_screen(two);
-
-    /* More rows than half the columns: two rows per line, averaged; the last line has one. */
-    const double tall[] = {1, 0, 1, 0, 0.25, 1};
-    screen *const three = open_file();
-    map_print(three->stream, PALETTE_SHARE, tall, 3, 2, 1);
-    assert_string_equal(text_of(three), "  @ \n  +@\n");
-    close_screen(three);
-    const double wide[] = {1, 0, 0, 0, 0, 0, 0, 1};
-    screen *const four = open_file();
-    map_print(four->stream, PALETTE_SHARE, wide, 2, 4, 1); /* exactly half: one row per line */
-    assert_string_equal(text_of(four), "  @   \n     @\n");
-    close_screen(four);
+    EXPECT_DRAWN(open_file, "  <; +@<\n", map_print(stream, PALETTE_SIGNED, contributions, 1, 6, 1));
+    /* More rows than half the columns: two rows per line, averaged; the last line has one. Else one row per line. */
+    const double tall[] = {1, 0, 1, 0, 0.25, 1}, wide[] = {1, 0, 0, 0, 0, 0, 0, 1};
+    EXPECT_DRAWN(open_file, "  @ \n  +@\n", map_print(stream, PALETTE_SHARE, tall, 3, 2, 1));
+    EXPECT_DRAWN(open_file, "  @   \n     @\n", map_print(stream, PALETTE_SHARE, wide, 2, 4, 1));
 }
 
 /* Three rows in two lines: the lower half of the second line keeps the background of the terminal. */
@@ -221,19 +201,15 @@ static void test_map_of_blocks(void **state)
     (void)state;
     const double values[] = {0, 1, 0.25};
     const rgb *const palette = palette_of(PALETTE_SHARE);
-    screen *const terminal = open_terminal();
-    map_print(terminal->stream, PALETTE_SHARE, values, 3, 1, 1);
     const rgb low = palette[palette_index(PALETTE_SHARE, 0, 1)], high = palette[palette_index(PALETTE_SHARE, 1, 1)],
               middle = palette[palette_index(PALETTE_SHARE, 0.25, 1)];
     char expected[256];
     snprintf(expected, sizeof expected,
              "  \033[38;2;%d;%d;%dm\033[48;2;%d;%d;%dm▀\033[0m\n  \033[38;2;%d;%d;%dm▀\033[0m\n", low.red, low.green,
              low.blue, high.red, high.green, high.blue, middle.red, middle.green, middle.blue);
-    assert_string_equal(text_of(terminal), expected);
+    EXPECT_DRAWN(open_terminal, expected, map_print(stream, PALETTE_SHARE, values, 3, 1, 1));
     setenv("NO_COLOR", "1", 1);
-    map_print(terminal->stream, PALETTE_SHARE, values, 1, 3, 1);
-    assert_string_equal(text_of(terminal), "   @+\n");
-    close_screen(terminal);
+    EXPECT_DRAWN(open_terminal, "   @+\n", map_print(stream, PALETTE_SHARE, values, 1, 3, 1));
 }
 
 /* The progress line is on stderr, after 0.3 s, at most every 0.1 s. */
@@ -265,7 +241,6 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test_setup(test_style, set_terminal),
         cmocka_unit_test_setup(test_chart, set_terminal),
-        cmocka_unit_test_setup(test_charts_without_scale, set_terminal),
         cmocka_unit_test_setup(test_chart_by_position, set_terminal),
         cmocka_unit_test_setup(test_map_of_characters, set_terminal),
         cmocka_unit_test_setup(test_map_of_blocks, set_terminal),

@@ -80,6 +80,7 @@ class Result:
     lse_t: np.ndarray
     lse_s: np.ndarray
     gradients: dict
+    matrices: dict | None = None  # P, S and the terms of the KL: [B, H_s, N, N_k], without sinks
 
     @property
     def valid(self):
@@ -104,6 +105,7 @@ def attention_kl(tensors, problem=None, upstream=1.0):
         np.zeros((batch, heads_s, len_q)),
         {"dq_t": np.zeros_like(q_t), "dk_t": np.zeros_like(k_t), "dq_s": np.zeros_like(q_s), "dk_s": np.zeros_like(k_s)},
     )
+    result.matrices = {name: np.zeros((batch, heads_s, len_q, len_k)) for name in ("p", "s", "kl")}
     grads = result.gradients
     if problem.sink_s is not None:
         grads |= {"dsink_t": np.zeros(heads_t), "dsink_s": np.zeros(heads_s)}
@@ -133,7 +135,9 @@ def attention_kl(tensors, problem=None, upstream=1.0):
                 log_s_seen = np.where(mask, log_s, 0)
                 a, log_ratio = (s, log_s_seen - log_p_mean) if problem.reverse else (p, log_p_mean - log_s_seen)
                 terms = np.where(a > 0, a * log_ratio, 0)
-            kl = result.kl[b, h] = terms.sum(-1)
+            result.kl[b, h] = terms.sum(-1)
+            for name, matrix in ("p", p), ("s", s), ("kl", terms):
+                result.matrices[name][b, h] = matrix[:, :len_k]
 
             # dKL/ds and dKL/dp up to a constant per row, which the gradient of the softmax removes
             if problem.reverse:

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -67,15 +66,6 @@ def test_version_equals_that_of_the_header():
         assert run(*arguments).stdout == f"streamkl {version}\n"
 
 
-@pytest.mark.skipif(not shutil.which("help2man"), reason="help2man is not installed")
-@pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_man_page(command):
-    made = subprocess.run(["help2man", "--no-info", f"{TOOL} {command}"], capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
-    for section in ("NAME", "SYNOPSIS", "EXAMPLES" if command else "EXIT STATUS"):
-        assert re.search(rf'^\.S[HS] "?{section}', made.stdout, re.MULTILINE | re.IGNORECASE), section
-
-
 # ---- Tables --------------------------------------------------------------------------------------------------------
 
 
@@ -89,26 +79,13 @@ def test_table_of_kl(pair):
     assert "KL(student || teacher)" in run("kl", pair, "--direction", "reverse").stdout
 
 
-def test_colour_only_on_a_terminal_without_no_color(pair):
-    escape = "\x1b["
-    assert escape in run_on_terminal("kl", pair)
-    assert escape not in run_on_terminal("kl", pair, NO_COLOR="1")
-    assert escape not in run_on_terminal("kl", pair, TERM="dumb")
-    assert escape in run_on_terminal("kl", pair, NO_COLOR="")
-    assert escape not in run("kl", pair).stdout
-
-
-def test_block_characters_only_on_a_utf8_terminal(pair):
-    assert "█" in run_on_terminal("kl", pair)
-    assert run_on_terminal("kl", pair, LC_ALL="C").isascii()
-    assert run("kl", pair).stdout.isascii()
-
-
-def test_coloured_maps_only_on_a_utf8_terminal(pair):
-    assert "▀" in run_on_terminal("map", pair, "--buckets", "8")
-    assert "\x1b[38;2;" in run_on_terminal("map", pair, "--buckets", "7")  # also with an odd number of rows
-    assert "\x1b" not in run_on_terminal("map", pair, "--buckets", "8", NO_COLOR="1")
-    assert run_on_terminal("map", pair, "--buckets", "8", LC_ALL="C").isascii()
+def test_colour_and_blocks_only_on_a_terminal(pair):
+    """tests/test_term.c has every setting."""
+    assert "█" in run_on_terminal("kl", pair) and "\x1b[" in run_on_terminal("kl", pair, LC_ALL="C")
+    assert "▀" in run_on_terminal("map", pair, "--buckets", "7")
+    for command in (["kl", pair], ["map", pair, "--buckets", "8"]):
+        assert run(*command).stdout.isascii() and run_on_terminal(*command, LC_ALL="C", NO_COLOR="1").isascii()
+        assert "\x1b" not in run(*command).stdout + run_on_terminal(*command, NO_COLOR="1")
 
 
 def test_progress_only_on_a_terminal_and_cleared():

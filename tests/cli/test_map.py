@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import tool
-from reference import Problem, log_softmax, logits, visible
+from reference import Problem, attention_kl, visible
 from tool import load, make_tensors, run, save
 
 MIB = 1 << 20
@@ -19,42 +19,19 @@ def bucket_begins(count, length):
     return [length // count * b + length % count * b // count for b in range(count + 1)]
 
 
-def probabilities(tensors, problem):
-    """log P and log S [B, H_s, N, N_k], and the mask [B, N, N_k]; whole matrices in float64."""
-    q_t, k_t, q_s, k_s = (np.asarray(tensors[name], np.float64) for name in ("q_t", "k_t", "q_s", "k_s"))
-    group_size, masks, log_p, log_s = q_t.shape[1] // q_s.shape[1], [], [], []
-    for b in range(q_t.shape[0]):
-        mask = visible(problem, q_t.shape[2], k_t.shape[2], b)
-
-        def heads(q, k, scale, softcap, mask=mask, b=b):
-            shared = q.shape[1] // k.shape[1]
-            return np.stack([log_softmax(logits(q[b, h], k[b, h // shared], scale, softcap)[0], mask)[0] for h in range(q.shape[1])])
-
-        every = heads(q_t, k_t, problem.scale_t, problem.softcap_t)
-        with np.errstate(divide="ignore"):
-            log_p.append(np.log(np.exp(every).reshape(-1, group_size, *mask.shape).mean(1)))
-        log_s.append(heads(q_s, k_s, problem.scale_s, problem.softcap_s))
-        masks.append(mask)
-    return np.stack(log_p), np.stack(log_s), np.stack(masks)
-
-
 def pooled(tensors, buckets, problem):
     """{"p", "s", "kl"}: [H_s, rows, columns], pooled from the full matrices."""
-    log_p, log_s, mask = probabilities(tensors, problem)
-    with np.errstate(invalid="ignore"):
-        kl = np.exp(log_p) * (log_p - log_s)
-        if problem.reverse:
-            kl = np.exp(log_s) * (log_s - log_p)
-    kl = np.where(mask[:, None], kl, 0)
-    rows, columns = min(buckets, mask.shape[1]), min(buckets, mask.shape[2])
-    row_begins, column_begins = bucket_begins(rows, mask.shape[1]), bucket_begins(columns, mask.shape[2])
-    answer = {name: np.zeros((log_p.shape[1], rows, columns)) for name in ("p", "s", "kl")}
+    exact = attention_kl(tensors, problem)
+    _, heads, len_q, len_k = exact.matrices["p"].shape
+    rows, columns = min(buckets, len_q), min(buckets, len_k)
+    row_begins, column_begins = bucket_begins(rows, len_q), bucket_begins(columns, len_k)
+    answer = {name: np.zeros((heads, rows, columns)) for name in ("p", "s", "kl")}
     for row in range(rows):
         begin, end = row_begins[row : row + 2]
-        valid = mask[:, begin:end].any(-1).sum()
+        valid = exact.valid[:, 0, begin:end].sum()
         for column in range(columns):
             left, right = column_begins[column : column + 2]
-            for name, matrix in ("p", np.exp(log_p)), ("s", np.exp(log_s)), ("kl", kl):
+            for name, matrix in exact.matrices.items():
                 cell = matrix[:, :, begin:end, left:right].sum((0, 2, 3))
                 answer[name][:, row, column] = cell / valid if valid else 0
     return answer

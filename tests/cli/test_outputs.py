@@ -2,13 +2,11 @@
 
 import os
 import resource
-import shutil
-import subprocess
 import time
 
 import numpy as np
 import pytest
-from tool import TOOL, make_tensors, run, save
+from tool import make_tensors, run, save
 
 # ---- Outputs that are inputs -----------------------------------------------------------------------------------------
 
@@ -87,18 +85,6 @@ def test_leftovers_are_removed_and_block_nothing(pair):
     done = run("map", pair, "--png", pair.parent / "x")
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(pair.parent)) == sorted([pair.name, *kept, "x-p.png", "x-s.png", "x-kl.png"])
-
-
-@pytest.mark.skipif(not shutil.which("unshare"), reason="needs unshare")
-def test_same_process_id(pair):
-    """As in a container, where the tool has the same process id every time."""
-    command = ["unshare", "--pid", "--fork", "--mount-proc", TOOL, "map", str(pair), "--png", str(pair.parent / "x")]
-    for number in range(1, 4):
-        (pair.parent / f".streamkl-{number}.tmp").write_text("left by an earlier one")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=80)
-    if "unshare" in done.stderr:
-        pytest.skip(done.stderr)
-    assert done.returncode == 0, done.stderr
 
 
 def test_many_pictures(tmp_path):
