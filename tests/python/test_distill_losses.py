@@ -80,6 +80,7 @@ def test_chunks(monkeypatch, logits, lengths):
     for given in hidden_t, None:
         chunks = list(chunked._chunks(VOCABULARY, given, hidden_s, labels))
         assert [len(rows) for _, rows, _ in chunks] == [len(part) for _, _, part in chunks] == lengths
+        assert len(list(chunked._chunks(VOCABULARY, given, hidden_s, labels, fused=True))) == 1
         assert [None if rows is None else len(rows) for rows, _, _ in chunks] == [
             given if given is None else n for n in lengths
         ]

@@ -74,7 +74,7 @@ SHUFFLED = torch.randperm(24, generator=torch.Generator().manual_seed(1))
 OPTIONS = {
     "causal": {},
     "mask": dict(mask=cut_mask(24)),
-    "mask of each sequence": dict(mask=torch.stack([torch.full((24, 24), -torch.inf).triu(1), cut_mask(24)])),
+    "mask of each sequence": dict(mask=torch.stack([cut_mask(24), torch.full((24, 24), -torch.inf).triu(1)])),
     "bounds": dict(varlen_starts=STARTS, varlen_ends=ENDS),
     "bounds past the keys": dict(varlen_starts=STARTS - 3, varlen_ends=ENDS + 5),
     "positions": dict(varlen_starts=STARTS, varlen_ends=ENDS, key_positions=SHUFFLED),

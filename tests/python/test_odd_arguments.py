@@ -93,20 +93,27 @@ ALSO_CALLED = {"softmax_scale_t": "scale_t", "softmax_scale_s": "scale_s", "wind
 
 
 def exact_of(function, given):
-    """The result for the same values in float64."""
+    """(result, arguments) for the same values in float64."""
     exact = {}
     for name, value in given.items():
         if isinstance(value, torch.Tensor):
-            value = value.detach().double() if value.is_floating_point() else value
+            value = value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
         elif name.startswith("soft") and isinstance(value, int):
             value = float(value)
         if name not in ("check_lse", "deterministic", "return_lse", "return_rows"):
             exact[name] = value
-    return function(**exact)
+    return function(**exact), exact
 
 
-def fault_of(function, exact, given, accepted_names):
-    """None, or what is wrong with a call."""
+def gradients_of(result, arguments):
+    wanted = {name: each for name, each in arguments.items() if isinstance(each, torch.Tensor) and each.requires_grad}
+    if not (wanted and result.requires_grad):
+        return {}
+    return dict(zip(wanted, torch.autograd.grad(result.sum(), [*wanted.values()])))
+
+
+def fault_of(function, exact, given, accepted_names, with_gradients=True):
+    """None, or what is wrong with a call. Where scales are huge, f32 does not determine the gradients."""
     try:
         found = function(**given)
         found = found[0] if isinstance(found, tuple) else found
@@ -114,9 +121,14 @@ def fault_of(function, exact, given, accepted_names):
         return None if any(name in str(error) for name in accepted_names) else f"no name in: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    expected = exact_of(exact, given)
+    expected, arguments = exact_of(exact, given)
     try:
-        torch.testing.assert_close(found.detach().float(), expected.float(), rtol=1e-4, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(found.detach().float(), expected.detach().float(), rtol=1e-4, atol=1e-5, equal_nan=True)
+        exact_gradients = gradients_of(expected, arguments)
+        for name, gradient in gradients_of(found, given).items() if with_gradients else ():
+            wanted = exact_gradients[name]
+            if wanted.isfinite().all():
+                torch.testing.assert_close(gradient.double(), wanted, rtol=1e-3, atol=1e-4 * (1 + wanted.abs().max().item()))
     except AssertionError as error:
         return str(error)
 
@@ -145,5 +157,5 @@ def test_options(call):
     for name in sorted(names):
         for value in ODD:
             given = tensors | options | {name: value}
-            faults[name, str(value)] = fault_of(function, exact, given, (name, ALSO_CALLED.get(name, name)))
+            faults[name, str(value)] = fault_of(function, exact, given, (name, ALSO_CALLED.get(name, name)), False)
     assert {key: fault for key, fault in faults.items() if fault} == {}
