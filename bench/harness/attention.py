@@ -40,17 +40,11 @@ class Shape:
     reverse: bool = False
 
     def __str__(self):
-        def side(heads, key_heads, dim, dtype):
-            return f"{heads}/{key_heads} x {dim} {dtype}"
-
-        teacher = side(self.heads_t, self.key_heads_t, self.dim_t, self.dtype_t)
-        student = side(self.heads_s, self.key_heads_s, self.dim_s, self.dtype_s)
-        batch = f"B={self.batch} " if self.batch > 1 else ""
-        length = f"packed {'+'.join(map(str, self.packed))}" if self.packed else f"{batch}N={self.length}"
-        flags = "teacher_gradients", "deterministic", "reverse"
-        options = [name.replace("_", " ") for name in flags if getattr(self, name)]
-        options += [f"softcap {self.softcap:g}"] if self.softcap else []
-        return ", ".join([f"{length} {self.mask}", f"teacher {teacher}", f"student {student}", *options])
+        """The fields that differ from the base shape."""
+        own = {
+            name: value for name, value in vars(self).items() if value != getattr(type(self), name) and name != "name"
+        }
+        return ", ".join(f"{name}={value}" for name, value in own.items()) or "the base shape"
 
     heads = property(lambda self: self.heads_s)
     key_heads = property(lambda self: self.key_heads_s)
@@ -80,11 +74,6 @@ class Shape:
             return sum(n * n for n in lengths)
         seen = [min(n, self.window + 1) if self.window >= 0 else n for n in lengths]
         return sum(k * (k + 1) // 2 + (n - k) * k for n, k in zip(lengths, seen))
-
-    @property
-    def passes(self):
-        """The passes that are timed alone."""
-        return (FORWARD, *([FORWARD_GIVEN] if self.group_size > 1 else []), BACKWARD, ONE_PASS)
 
     def flops(self, operation):
         """Work that the loss requires: both logits once; for gradients, dq and dk of every side that has them."""
@@ -128,17 +117,6 @@ def problem_of(shape):
     )  # fmt: skip
 
 
-def cu_seqlens_of(shape, device):
-    """None unless the shape is packed."""
-    ends = [end for *_, end in shape.sequences]
-    return torch.tensor([0, *ends], dtype=torch.int32, device=device) if shape.packed else None
-
-
-def pointers(cu_seqlens):
-    names = ("cu_seqlens_q", "cu_seqlens_k")
-    return {} if cu_seqlens is None else dict.fromkeys(names, cu_seqlens.data_ptr())
-
-
 class AttentionCalls(Calls):
     """The passes of a shape on one set of tensors, and their results."""
 
@@ -159,8 +137,10 @@ class AttentionCalls(Calls):
         }  # fmt: skip
         trained = TENSORS if shape.teacher_gradients else TENSORS[2:]
         self.gradients = {f"d{name}": torch.empty_like(tensors[name]) for name in trained}
-        self.cu_seqlens = cu_seqlens_of(shape, device)
-        given, row = addresses(tensors) | pointers(self.cu_seqlens), addresses(self.rows)
+        ends = [0, *(end for *_, end in shape.sequences)]
+        self.cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+        names = ("cu_seqlens_q", "cu_seqlens_k") if shape.packed else ()
+        given, row = addresses(tensors) | dict.fromkeys(names, self.cu_seqlens.data_ptr()), addresses(self.rows)
         weight = {} if row_weight is None else {"grad_kl": address(row_weight)}
 
         def some(bits):
@@ -171,15 +151,15 @@ class AttentionCalls(Calls):
         last = (lib.FORWARD_BACKWARD, one_pass, lib.pack_rows(**some(of_one_pass)), outputs)
         self.calls = {
             FORWARD: [(lib.FORWARD, inputs, lib.pack_rows(**some(of_forward)))],
-            FORWARD_GIVEN: [(lib.FORWARD, lib.pack_inputs(**given, lse_t=row["lse_t"]), lib.pack_rows(kl=row["kl"]))],
             BACKWARD: [(lib.BACKWARD, lib.pack_inputs(**given, **some(needed[0]), **weight), outputs)],
             ONE_PASS: [last],
         }
-        self.passes = shape.passes
+        if shape.group_size > 1:
+            known = lib.pack_inputs(**given, lse_t=row["lse_t"])
+            self.calls[FORWARD_GIVEN] = [(lib.FORWARD, known, lib.pack_rows(kl=row["kl"]))]
         options = Options(gradients=gradients, direction=direction, heads_first=True)
         if lses_first(tensors["q_t"], tensors["q_s"], options):  # then attention_kl needs no forward and backward
             self.calls[STEP] = [(lib.FORWARD, inputs, lib.pack_rows(**lses)), last]
-            self.passes = (*shape.passes, STEP)
 
     def results(self):
         return {"kl": self.rows["kl"], **self.gradients}

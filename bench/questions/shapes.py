@@ -156,7 +156,7 @@ def check(shape, device):
     exact = Exact(shape, tensors)
     calls = AttentionCalls(tensors, shape, exact.weight)
     errors, wrong = {}, []
-    for passes in (FORWARD, BACKWARD), (ONE_PASS,), *([(STEP,)] if STEP in calls.passes else []):
+    for passes in (FORWARD, BACKWARD), (ONE_PASS,), *([(STEP,)] if STEP in calls.calls else []):
         for result in calls.results().values():
             result.fill_(float("nan"))
         for name in passes:
@@ -182,18 +182,18 @@ def measure(shape, run, base=BASE):
         errors, wrong = check(shape, run.device)
         release_memory()
     calls = prepared_calls(shape, run.device)
-    flops = {name: shape.flops(name) for name in (*shape.passes, STEP)}
-    ours, others = Method("ours", calls.timed(calls.passes), flops=flops, errors=errors), {}
+    flops = {name: shape.flops(name) for name in COMPARED["base"]}
+    ours, others = Method("ours", calls.timed(calls.calls), flops=flops, errors=errors), {}
     if shape != base:
         theirs = base_calls(base, run.device)
-        others["base"] = Method("base", theirs.timed(theirs.passes))
+        others["base"] = Method("base", theirs.timed(theirs.calls))
     for name, make in {"cudnn": cudnn, "eager": eager}.items():
         try:
             if name != "eager" or run.given.eager:
                 others[name] = make(calls.tensors, shape)
         except Exception as error:  # they support fewer types, masks and options
             notes.append(f"{name} not measured: {refusal_of(error)}")
-    kernels = {name: calls.kernels(name) for name in calls.passes}
+    kernels = {name: calls.kernels(name) for name in calls.calls}
     compared = {"base": ours} | others
 
     def columns(method, name):

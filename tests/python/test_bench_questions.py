@@ -150,8 +150,8 @@ def test_a_shape_is_timed_with_the_base_shape_and_eager_pytorch():
     run, base = run_of(shapes, check=True, eager=True), short(shapes.BASE)
     result = shapes.measure(short(shapes.SHAPES[2]), run, base)
     rows = {row["pass"]: row for row in result.rows}
-    assert not result.wrong and list(rows) == [FORWARD, FORWARD_GIVEN, BACKWARD, ONE_PASS, STEP]
-    assert float(rows[STEP]["ms"]) == pytest.approx(float(rows[FORWARD]["ms"]) + float(rows[BACKWARD]["ms"]), rel=0.5)
+    assert not result.wrong and list(rows) == [FORWARD, BACKWARD, ONE_PASS, FORWARD_GIVEN, STEP]
+    assert float(rows[STEP]["ms"]) >= max(float(rows[name]["ms"]) for name in (FORWARD, BACKWARD))
     one_pass = rows[ONE_PASS]
     assert float(one_pass["base_ratio"]) == pytest.approx(
         float(one_pass["ms"]) / float(one_pass["base_ms"]), rel=0.01
@@ -172,7 +172,7 @@ def test_the_step_of_teacher_groups_is_that_of_attention_kl(monkeypatch):
     monkeypatch.setattr(attention, "lses_first", lambda *_: True)  # as on a GPU
     assert not shapes.check(short(shapes.SHAPES[2]), CPU)[1]
     calls = prepared_calls(short(shapes.SHAPES[2]), CPU)
-    assert calls.passes[-1] == STEP and len(calls.calls[STEP]) == 2
+    assert list(calls.calls)[-1] == STEP and len(calls.calls[STEP]) == 2
 
 
 @pytest.mark.parametrize("shape", [shapes.SHAPES[2], replace(shapes.BASE, causal=False)], ids=str)
