@@ -22,6 +22,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.options import add_numbers, check_least
+from harness.report import check_csv
+
 ROOT = Path(__file__).resolve().parent.parent
 QUESTIONS = {
     "peers": "attention KL compared with PyTorch and attention kernels, in time and memory",
@@ -62,9 +65,8 @@ def parser_of(name, question):
     add("--csv", "append the results", type=Path, metavar="FILE")
     add("--commit", "the commit in the CSV; default: that of git", default=current_commit())
     add("--only", "part of a case's name; may be repeated", action="append", default=[], metavar="TEXT")
-    add("--rounds", "most samples per call; default %(default)s", type=int, default=25, metavar="N")
-    add("--sample-ms", "time of all samples of a case; default %(default)s", type=float, default=300, metavar="X")
-    add("--seed", "of the random inputs; default 0", type=int, default=0, metavar="N")
+    add_numbers(parser, rounds=(25, "most samples per call"), sample_ms=(300.0, "time of all samples of a case"))
+    add_numbers(parser, seed=(0, "of the random inputs"))
     add("--dry-run", "list the cases and measure nothing", action="store_true")
     if hasattr(question, "add_options"):
         question.add_options(parser)
@@ -83,11 +85,8 @@ def parse(name, question, arguments):
     """(arguments, cases); exits with status 2 if the question cannot take them."""
     parser = parser_of(name, question)
     given = parser.parse_args(arguments)
-    from harness.report import check_csv
-
-    if given.rounds < 1:
-        parser.error(f"--rounds={given.rounds}: must be at least 1")
     try:
+        check_least(given, 1, "rounds")
         cases = chosen(list(question.cases(given)), given.only)
     except ValueError as error:
         parser.error(str(error))

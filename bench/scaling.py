@@ -33,6 +33,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.options import add_numbers
+
 RESULTS = Path(__file__).resolve().parent / "results/peers.csv"
 PASSES = {"forward": 2, "backward": 4, "one pass": 4}  # products of visible pairs that each counts
 MAX_SLICES = 4  # of streamkl.parallel
@@ -208,19 +210,17 @@ def measured(model, length, two_passes, rounds=5):
 def parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def add(option, default, help):
-        parser.add_argument(
-            option, type=type(default), default=default, metavar="N", help=f"{help}; default {default}"
-        )
-
-    add("--heads", 32, "query heads")
-    add("--key-heads", 8, "key heads")
-    add("--dim", 128, "head size")
-    add("--layers", 32, "compared layers")
-    add("--node-size", 8, "GPUs per node")
-    add("--node-link", 50.0, "GB/s per GPU between nodes, 400 Gb/s")
-    add("--nvlink", 450.0, "GB/s per GPU inside a node, NVLink 4")
-    add("--efficiency", 0.8, "of links")
+    add_numbers(
+        parser,
+        heads=(32, "query heads"),
+        key_heads=(8, "key heads"),
+        dim=(128, "head size"),
+        layers=(32, "compared layers"),
+        node_size=(8, "GPUs per node"),
+        node_link=(50.0, "GB/s per GPU between nodes, 400 Gb/s"),
+        nvlink=(450.0, "GB/s per GPU inside a node, NVLink 4"),
+        efficiency=(0.8, "of links"),
+    )
     parser.add_argument("--two-passes", action="store_true", help="forward and backward, without given LSEs")
     parser.add_argument("--measure", type=int, metavar="N", help="under torchrun: time a layer of N tokens in all")
     return parser

@@ -66,14 +66,15 @@ def methods_of(calls, peers=()):
     return [Method(name, {"": call}, is_peer=name in peers) for name, call in calls.items()]
 
 
-def make_peer(name, make, exact, device):
-    """The peer that make() returns, examined, or a method with the reason why it cannot run or is not comparable."""
+def make_peer(name, make, exact=None, device=None):
+    """The peer that make() returns, or a method with the reason why it cannot run or, with `exact`, is not comparable."""
     try:
         method = make()
     except Exception as error:
         return Method(name, is_peer=True, refusal=refusal_of(error))
     method.is_peer = True
-    method.examine(exact, device)
+    if exact is not None:
+        method.examine(exact, device)
     return method
 
 

@@ -94,7 +94,7 @@ def compiled(function):
 
 
 def materialized(shape, device):
-    """Plain attention KL: two N x N logits, two softmaxes, one sum; with teacher groups, the mean of their softmaxes."""
+    """Plain attention KL: two N x N logits, two softmaxes, one sum."""
 
     def logits(q, k):
         x = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT) * q.shape[-1] ** -0.5
@@ -107,9 +107,6 @@ def materialized(shape, device):
 
     def kl(q_t, k_t, q_s, k_s):
         x, log_s = logits(q_t, k_t), torch.log_softmax(logits(q_s, k_s), -1)
-        if shape.group_size > 1:
-            p = torch.softmax(x, -1).unflatten(1, (q_s.shape[1], -1)).mean(2)
-            return (torch.xlogy(p, p) - p * hide(log_s, 0.0)).sum(-1)
         log_p = torch.log_softmax(x, -1)
         return hide(log_p.exp() * (log_p - log_s), 0.0).sum(-1)
 

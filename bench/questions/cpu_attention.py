@@ -19,12 +19,11 @@ import torch
 import streamkl
 from harness.attention import Shape, random_tensors
 from harness.library import DTYPES, FORWARD, ONE_PASS
+from harness.options import add_numbers, numbers
 from harness.report import ratio
 from harness.run import methods_of
 from harness.timing import Prepared
 from peers.attention import leaves_of
-
-from .peers import numbers
 
 STEP = "step"
 SDPA = {FORWARD: "sdpa forward", STEP: "sdpa step", ONE_PASS: "sdpa step"}  # {our call: PyTorch's}
@@ -32,9 +31,8 @@ COLUMNS = "date gpu torch commit threads dtype heads length dim mask method ms f
 
 
 def add_options(parser):
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of both; default 1")
+    add_numbers(parser, threads=(1, "threads of both"), heads=(4, "heads"))
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
-    parser.add_argument("--heads", type=int, default=4, metavar="N", help="default 4")
     parser.add_argument("--lengths", type=numbers, default=[2048], metavar="LIST", help="default 2048")
     parser.add_argument("--dims", type=numbers, default=[64, 128], metavar="LIST", help="head sizes; default 64,128")
     parser.set_defaults(device="cpu", rounds=15, sample_ms=1e9)

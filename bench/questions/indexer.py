@@ -23,6 +23,7 @@ import torch
 
 from harness.attention import WRONG, WRONG_16_BITS, relative_error
 from harness.library import DTYPES, FORWARD, STEP, Calls, address, addresses, lib
+from harness.options import add_numbers, check_least
 from harness.report import errors_text, ratio
 from harness.run import Method, make_peer
 from harness.timing import release_memory
@@ -99,26 +100,19 @@ class IndexerCase:
 
 
 def add_options(parser):
-    def add(option, default, help):
-        parser.add_argument(option, type=int, default=default, metavar="N", help=f"{help}; default {default}")
-
-    add("--length", 8192, "queries and keys")
-    add("--heads", 64, "teacher heads")
-    add("--key-heads", 0, "teacher key heads, 0: one per head")
-    add("--dim", 128, "size of a teacher head")
-    add("--index-heads", 32, "index heads")
-    add("--index-dim", 128, "size of an index head")
-    add("--top-k", 0, "sparse: keys per row, 0: all")
+    add_numbers(
+        parser,
+        length=(8192, "queries and keys"),
+        heads=(64, "teacher heads"),
+        key_heads=(0, "teacher key heads, 0: one per head"),
+        dim=(128, "size of a teacher head"),
+        index_heads=(32, "index heads"),
+        index_dim=(128, "size of an index head"),
+        top_k=(0, "sparse: keys per row, 0: all"),
+    )
     parser.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
     parser.add_argument("--tilelang", type=Path, metavar="DIR", help=f"also time TileLang's example: DIR has {ENTRY}")
     parser.set_defaults(sample_ms=600)
-
-
-def check_least(given, least, names):
-    """Raises ValueError for an option with a value below `least`."""
-    for name in names.split():
-        if getattr(given, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')}={getattr(given, name)}: must be at least {least}")
 
 
 def cases(given):

@@ -20,6 +20,7 @@ import torch
 
 from harness.attention import AttentionCalls, Exact, Shape, prepared_calls
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP
+from harness.options import add_numbers, numbers
 from harness.report import case_columns, ratio
 from harness.run import Method, make_peer
 from peers.attention import PEERS
@@ -35,13 +36,6 @@ STREAMKL, DENSE, DETERMINISTIC = "streamkl", "dense", "deterministic"  # our met
 # ---- The command line ----------------------------------------------------------------------------------------------
 
 
-def numbers(text):
-    found = [int(number) for number in text.split(",")]
-    if min(found) < 1:
-        raise ValueError
-    return found
-
-
 def peer_names(text):
     names = list(filter(None, text.split(",")))
     if unknown := sorted(set(names) - set(PEERS)):
@@ -51,8 +45,7 @@ def peer_names(text):
 
 def add_options(parser):
     add = parser.add_argument
-    add("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
-    add("--key-heads", type=int, default=0, metavar="N", help="compares with one key head per head")
+    add_numbers(parser, heads=(16, "query heads"), key_heads=(0, "fewer than heads: compared with as many"))
     add("--packed", type=numbers, default=[], metavar="LIST", help="compares with a dense batch")
     add("--lengths", type=numbers, default=[8192], metavar="LIST", help="queries and keys; default 8192")
     add("--dims", type=numbers, default=[64, 128], metavar="LIST", help="head sizes; default 64,128")

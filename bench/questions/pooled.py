@@ -20,10 +20,11 @@ import torch
 
 from harness.attention import Shape, prepared_calls
 from harness.library import FORWARD
+from harness.options import add_numbers, check_least
 from harness.report import ratio
 from harness.run import Method
 from harness.timing import release_memory
-from questions.indexer import NO_LSE, ExactRows, IndexerCase, check_least, make_tensors, ours, some_rows
+from questions.indexer import NO_LSE, ExactRows, IndexerCase, make_tensors, ours, some_rows
 from streamkl._problem import POOL_BLOCKS, POOL_HEADS, POOLS
 from streamkl.reference import Pooling
 
@@ -86,9 +87,12 @@ def teachers(block):
 
 
 def add_options(parser):
-    parser.add_argument("--block", type=int, default=64, metavar="N", help="keys of a block; default 64")
-    parser.add_argument("--top-blocks", type=int, default=0, metavar="N", help="blocks of a list; default 0: all")
-    parser.add_argument("--index-heads", type=int, default=1, metavar="N", help="index heads; default 1")
+    add_numbers(
+        parser,
+        block=(64, "keys of a block"),
+        top_blocks=(0, "blocks of a list, 0: all"),
+        index_heads=(1, "index heads"),
+    )
     parser.add_argument("--full", dest="causal", action="store_false", help="every row attends to every key")
     parser.set_defaults(sample_ms=600)
 

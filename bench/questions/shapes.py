@@ -3,7 +3,6 @@
     bench/run.py shapes                                    # all shapes: less than a minute
     bench/run.py shapes --only 'student heads' --only f32  # those whose name contains one of the texts
     bench/run.py shapes --check                            # also compares results with float64
-    bench/run.py shapes --only 'mean of' --eager           # also times eager PyTorch, which stores the matrices
 
 Every shape is compared with the base shape (32 heads on 8 key heads of 128 on both sides, N = 8192, causal, bf16) and
 with scaled_dot_product_attention by cuDNN on the teacher's shape, whose calls alternate with ours.
@@ -24,22 +23,21 @@ import torch
 from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepared_calls, random_tensors
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP
 from harness.report import errors_text, ratio, rounded, too_large, worst
-from harness.run import Method
-from harness.timing import refusal_of, release_memory
-from peers.attention import PEERS, cudnn_version, leaves_of, sdpa, with_autograd
+from harness.run import Method, make_peer
+from harness.timing import release_memory
+from peers.attention import cudnn_version, leaves_of, sdpa, with_autograd
 
 COLUMNS = (
     "date gpu torch commit shape pass batch length mask heads_t key_heads_t dim_t dtype_t heads_s key_heads_s dim_s dtype_s"
-    " softcap teacher_gradients deterministic reverse ms fastest_ms tflops base_ms base_ratio cudnn_ms cudnn_ratio eager_ms"
-    " eager_ratio kernel kl_error dq_error dk_error note"
+    " softcap teacher_gradients deterministic reverse ms fastest_ms tflops base_ms base_ratio cudnn_ms cudnn_ratio"
+    " kernel kl_error dq_error dk_error note"
 ).split()
 
 # {our pass: the other's}. The base shape has no teacher groups: its forward computes all LSEs. cuDNN's forward has as
-# many products as ours, its backward one more. Eager PyTorch has no backward alone.
+# many products as ours, its backward one more.
 COMPARED = {
     "base": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: ONE_PASS, STEP: STEP},
     "cudnn": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, BACKWARD: BACKWARD, ONE_PASS: BACKWARD, STEP: STEP},
-    "eager": {FORWARD: FORWARD, FORWARD_GIVEN: FORWARD, ONE_PASS: STEP, STEP: STEP},
 }
 CHECKED_STD = 4.0  # of the logits: large enough that a softcap which is left out shows
 
@@ -99,7 +97,6 @@ assert len({shape.name for shape in SHAPES}) == len(SHAPES)
 
 def add_options(parser):
     parser.add_argument("--check", action="store_true", help="also compare results with float64")
-    parser.add_argument("--eager", action="store_true", help="also time eager PyTorch; takes tens of GiB")
 
 
 def cases(given):
@@ -137,16 +134,6 @@ def cudnn(tensors, shape):
     return with_autograd("cudnn", cudnn_version(), shape, lambda: attend(leaves), leaves)
 
 
-def eager(tensors, shape):
-    """Eager PyTorch. Raises ValueError for shapes that it does not have."""
-    if shape.softcap or shape.reverse or shape.teacher_gradients or shape.window >= 0:
-        raise ValueError("only masks and shapes are compared with it")
-    weight = torch.ones(tensors["q_s"].shape[:3], device=tensors["q_s"].device)
-    method = PEERS["eager"](tensors, shape, weight)
-    method.calls = {FORWARD: method.calls[FORWARD], STEP: method.step}
-    return method
-
-
 # ---- Measuring -----------------------------------------------------------------------------------------------------
 
 
@@ -171,37 +158,31 @@ def columns_of(name, kernel, ours, others):
     """The columns of a pass; a ratio is our time divided by the other."""
     row = {"kernel": kernel}
     for other, passes in COMPARED.items():
-        ms = others[other].ms(passes.get(name)) if other in others else None
+        ms = others[other].ms(passes[name])
         row |= {f"{other}_ms": rounded(ms, ".4f"), f"{other}_ratio": ratio(ours.ms(name), ms)}
     return row
 
 
 def measure(shape, run, base=BASE):
-    errors, wrong, notes = {}, [], []
+    errors, wrong = {}, []
     if run.given.check:
         errors, wrong = check(shape, run.device)
         release_memory()
     calls = prepared_calls(shape, run.device)
     flops = {name: shape.flops(name) for name in COMPARED["base"]}
-    ours, others = Method("ours", calls.timed(calls.calls), flops=flops, errors=errors), {}
+    ours = Method("ours", calls.timed(calls.calls), flops=flops, errors=errors)
+    others = {"base": ours, "cudnn": make_peer("cudnn", lambda: cudnn(calls.tensors, shape))}
     if shape != base:
         theirs = base_calls(base, run.device)
         others["base"] = Method("base", theirs.timed(theirs.calls))
-    for name, make in {"cudnn": cudnn, "eager": eager}.items():
-        try:
-            if name != "eager" or run.given.eager:
-                others[name] = make(calls.tensors, shape)
-        except Exception as error:  # they support fewer types, masks and options
-            notes.append(f"{name} not measured: {refusal_of(error)}")
     kernels = {name: calls.kernels(name) for name in calls.calls}
-    compared = {"base": ours} | others
 
     def columns(method, name):
-        return columns_of(name, kernels.get(name), ours, compared)
+        return columns_of(name, kernels.get(name), ours, others)
 
-    result = run.time([ours], columns, others=others.values())
+    result = run.time([ours], columns, others=[other for other in others.values() if other is not ours])
     result.wrong += wrong
     result.lines += [errors_text(errors)] if errors else []
-    refused = {name: other.refusal for name, other in others.items() if other.refusal}
-    result.notes += notes + [f"{name} not measured: {refusal}" for name, refusal in refused.items()]
+    refused = [other for other in others.values() if other.refusal and other is not ours]
+    result.notes += [f"{other.name} not measured: {other.refusal}" for other in refused]
     return result

@@ -3,7 +3,6 @@
     KL forward    skl_forward of two such attentions: two products and two exponentials per pair
     statistics    key_sum, entropy, max_logit and expected_distance of one, from its LSE
     with LSE      the same without an LSE given, which a first pass computes
-    weighted      the same as `statistics`, with row weights, and key_max
     top 64        keys and probabilities of the 64 largest of each row
     SDPA dV       gradients of scaled_dot_product_attention by cuDNN for dO = 1: every column of dV has the sums of the keys
     FlexAttention the sums of keys as an attention with queries and keys exchanged, whose score subtracts the LSE: the
@@ -16,15 +15,14 @@ sums of FlexAttention, too. cuDNN and FlexAttention have expanded key heads, out
 import torch
 
 from harness.attention import WRONG, Shape, problem_of, random_tensors, relative_error
-from harness.library import Calls, address, addresses, lib
+from harness.library import Calls, addresses, lib
 from harness.report import ratio, too_large
 from harness.run import PEER_WRONG, methods_of
 from harness.timing import Prepared
 from peers.attention import flex_attend, leaves_of, sdpa
 
-KL, STATS, WITH_LSE, WEIGHTED, TOP, SDPA, FLEX = (
-    "KL forward", "statistics", "with LSE", "weighted", "top 64", "SDPA dV", "FlexAttention"
-)  # fmt: skip
+KL, STATS, WITH_LSE, TOP = "KL forward", "statistics", "with LSE", "top 64"
+SDPA, FLEX = "SDPA dV", "FlexAttention"
 COLUMNS = "date gpu torch commit case length mask heads key_heads dim dtype method ms fastest_ms kl_ratio extra_bytes note".split()
 TOP_K, CHECKED_LENGTH = 64, 8192
 
@@ -55,9 +53,8 @@ class StatsCalls(Calls):
         super().__init__(device, gradients=0, **problem_of(shape))
         self.shape, self.tensors = shape, random_tensors(shape, device)
         rows = torch.empty(self.tensors["q_s"].shape[:3], device=device)
-        names = "kl lse_t lse_s entropy max_logit expected_distance key_sum key_max".split()
+        names = "kl lse_t lse_s entropy max_logit expected_distance key_sum".split()
         self.rows = {name: rows.clone() for name in names}
-        self.weight = torch.rand_like(rows)
         top_p = rows.new_empty((*rows.shape, TOP_K))
         self.top = {"top_keys": torch.empty_like(top_p, dtype=torch.int32), "top_p": top_p}
         given, row = addresses(self.tensors), addresses(self.rows)
@@ -66,14 +63,11 @@ class StatsCalls(Calls):
         def some(*names):
             return {name: row[name] for name in names}
 
-        of_rows = some("entropy", "max_logit", "expected_distance", "key_sum")
-        every = lib.pack_stats(**of_rows)
-        weighted = lib.pack_stats(row_weights=address(self.weight), **of_rows, **some("key_max"))
+        every = lib.pack_stats(**some("entropy", "max_logit", "expected_distance", "key_sum"))
         self.calls = {
             KL: [(lib.FORWARD, unknown, lib.pack_rows(**some("kl", "lse_t", "lse_s")))],
             STATS: [(lib.ATTENTION_STATS, known, every)],
             WITH_LSE: [(lib.ATTENTION_STATS, unknown, every)],
-            WEIGHTED: [(lib.ATTENTION_STATS, known, weighted)],
             TOP: [(lib.ATTENTION_STATS, known, lib.pack_stats(top_k=TOP_K, **addresses(self.top)))],
         }
         self.run(KL)

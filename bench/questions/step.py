@@ -3,9 +3,9 @@
     bench/run.py step                                # all setups: about a minute
     bench/run.py step --only N=8192                  # only some
 
-    layers         with torch's fastest attention: two layers of an 8B-like teacher (32/8 heads of 128, hidden size 4096) without gradients, and two of a
-                   1B-like student (hidden size 2048) with 32, 16 or 8 heads. The loss is the mean over the layers, with
-                   the LSEs of both attentions given, or computed
+    layers         with torch's fastest attention: two layers of an 8B-like teacher (32/8 heads of 128, hidden size 4096)
+                   without gradients, and two of a 1B-like student (hidden size 2048) with 32, 16 or 8 heads. The loss is
+                   the mean over the layers, with the LSEs of both attentions given, or computed
     hugging face   Llama models of transformers of the same sizes, with streamkl.hf.AttentionDistiller; 65536 tokens with
                    gradient checkpointing
 

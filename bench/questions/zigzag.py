@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from harness.library import ONE_PASS, STEP, lib
+from harness.options import add_numbers
 from harness.report import errors_text, ratio, too_large
 from harness.run import Method
 from streamkl._options import Lengths
@@ -47,14 +48,15 @@ class Case:
 
 
 def add_options(parser):
-    parser.add_argument("--ranks", type=int, default=8, metavar="N", help="default 8")
-    parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
-    parser.add_argument(
-        "--length", type=int, default=131072, metavar="N", help="tokens of the sequence; default 131072"
+    add_numbers(
+        parser,
+        ranks=(8, "ranks"),
+        length=(131072, "tokens of the sequence"),
+        heads=(16, "query heads"),
+        key_heads=(0, "key heads, 0: as many"),
+        dim=(128, "head size"),
     )
-    parser.add_argument("--heads", type=int, default=16, metavar="N", help="query heads; default 16")
-    parser.add_argument("--key-heads", type=int, default=0, metavar="N", help="key heads; default: as many")
-    parser.add_argument("--dim", type=int, default=128, metavar="N", help="head size; default 128")
+    parser.add_argument("--layout", choices=["zigzag", "contiguous"], default="zigzag")
     parser.set_defaults(rounds=9, sample_ms=3000)
 
 
