@@ -211,7 +211,7 @@ def test_a_gguf_file_names_its_folder(tmp_path, monkeypatch):
 
 
 def test_a_model_without_its_quantization():
-    """What is left can be saved, in the precision that is asked for."""
+    """The result can be saved, in the precision that is asked for."""
     model = smollm3()
     model.config.quantization_config = dict(quant_method="gguf")
     found = sources._without_quantization(model, torch.bfloat16)
