@@ -1,4 +1,4 @@
-/* Tensor files on disk: opening paths of every kind, and writing files that are complete or absent. */
+/* Writing tensor files that are complete or absent. */
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -98,59 +98,6 @@ static void expect_text(const char *path, const char *text)
     fclose(stream);
     assert_string_equal(found, text);
 }
-
-/* ---- Opening ----------------------------------------------------------------------------------------------- */
-
-static void expect_unopened(const char *path, const char *message)
-{
-    tensor_file file;
-    CATCH(tensor_file_open(&file, path));
-    assert_string_equal(caught.text, message);
-    tensor_file_close(&file);
-}
-
-static void refuses_paths_that_are_not_tensor_files(void **state)
-{
-    (void)state;
-    expect_unopened("absent", "absent: cannot open: No such file or directory");
-    expect_unopened(".", ".: Is a directory");
-    expect_unopened("/dev/zero", "/dev/zero: not a regular file");
-    assert_int_equal(mkfifo("pipe", 0600), 0);
-    expect_unopened("pipe", "pipe: not a regular file");
-    put_text("empty", "");
-    expect_unopened("empty", "empty: empty file: must be safetensors or .npy");
-    put_text("words", "once upon a time");
-    expect_unopened("words",
-                    "words: neither safetensors (byte 8 is 0x6e, not '{') nor .npy (byte 0 is 0x6f, not 0x93)");
-}
-
-static void refuses_an_unreadable_file(void **state)
-{
-    (void)state;
-    put_text("secret", "{}");
-    assert_int_equal(chmod("secret", 0), 0);
-    assert_int_equal(chmod(".", 0755), 0);
-    const uid_t user = geteuid();
-    const uid_t nobody = 65534;
-    if (user == 0)
-        assert_int_equal(seteuid(nobody), 0); /* root reads everything */
-    expect_unopened("secret", "secret: cannot open: Permission denied");
-    assert_int_equal(seteuid(user), 0);
-}
-
-static void long_paths_show_their_end(void **state)
-{
-    (void)state;
-    char path[2000];
-    memset(path, 'p', sizeof path);
-    strcpy(path + sizeof path - 10, "/q.npy");
-    tensor_file file;
-    CATCH(tensor_file_open(&file, path));
-    assert_memory_equal(caught.text, "...ppp", 6);
-    assert_non_null(strstr(caught.text, "p/q.npy: cannot open: File name too long"));
-}
-
-/* ---- Writing ----------------------------------------------------------------------------------------------- */
 
 static const float loss[] = {1, 2, 3, 4, 5, 6};
 static const uint16_t halves[] = {1, 2, 3};
@@ -357,9 +304,6 @@ static void refuses_a_header_that_readers_would_refuse(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        IN_DIRECTORY(refuses_paths_that_are_not_tensor_files),
-        IN_DIRECTORY(refuses_an_unreadable_file),
-        IN_DIRECTORY(long_paths_show_their_end),
         IN_DIRECTORY(round_trip),
         IN_DIRECTORY(writes_these_bytes),
         IN_DIRECTORY(writes_a_file_without_tensors),

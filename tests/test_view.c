@@ -10,20 +10,6 @@
 #include <string.h>
 #include <cmocka.h>
 
-static void constant_picture_is_small(void **state)
-{
-    (void)state;
-    static const double values[64 * 64] = {0};
-    char *data = NULL;
-    size_t size = 0;
-    FILE *const file = open_memstream(&data, &size);
-    const figure drawn = {"P", PALETTE_SHARE, values, 64, 64, 1, 64, 64};
-    assert_true(figure_png(file, &drawn));
-    fclose(file);
-    assert_true(size < 16384); /* 448,440 pixels */
-    free(data);
-}
-
 static void palettes(void **state)
 {
     (void)state;
@@ -77,7 +63,6 @@ static void pages_of_hostile_documents(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(constant_picture_is_small),
         cmocka_unit_test(palettes),
         cmocka_unit_test(scales),
         cmocka_unit_test(pages_of_hostile_documents),

@@ -6,7 +6,7 @@ from reference import Problem, attention_kl, packed_attention_kl
 from test_bad_input import assert_refused
 from test_kl import DIRECTIONS, assert_gradients_agree, assert_rows_agree
 from test_map import assert_equal_maps
-from tool import kl_json, load, make_tensors, rounded, run, save
+from tool import kl_json, load, make_tensors, rounded, run, save, succeed
 
 BATCH, HEADS, LEN_Q, LEN_K = 2, 2, 37, 53
 ALL = ("dq_s", "dk_s", "dq_t", "dk_t")
@@ -116,11 +116,10 @@ def test_a_sink_of_minus_infinity_is_none(pair):
 def test_table_and_explanation(pair, tmp_path):
     begin, _ = make_bounds()
     sinks = ["--sink-t", "1,2", "--sink-s", "1,2"]
-    done = run("kl", pair, "--key-begin", listed(begin), *sinks, "--explain", "--grad", tmp_path / "grad", "--grad-teacher")
-    assert done.returncode == 0, done.stderr
-    assert "bounds   key_begin of every query\n" in done.stdout and "sinks    sink_t and sink_s of every head\n" in done.stdout
-    assert "(dq_s, dk_s, dq_t, dk_t, dsink_s, dsink_t)" in done.stdout
-    assert "sinks: " in done.stdout
+    text = succeed("kl", pair, "--key-begin", listed(begin), *sinks, "--explain", "--grad", tmp_path / "grad", "--grad-teacher")
+    assert "bounds   key_begin of every query\n" in text and "sinks    sink_t and sink_s of every head\n" in text
+    assert "(dq_s, dk_s, dq_t, dk_t, dsink_s, dsink_t)" in text
+    assert "sinks: " in text
     both = run("kl", pair, "--key-begin", listed(begin), "--key-end", listed([LEN_K] * begin.size))
     assert "bounds   key_begin and key_end of every query\n" in both.stdout and "sinks" not in both.stdout
 

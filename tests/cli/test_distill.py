@@ -10,15 +10,13 @@ import time
 import browser
 import numpy as np
 import pytest
-from tool import TOOL, load, run
+from tool import TOOL, load, run, succeed
 
 SMALL = ["--context", "512", "--needles", "16"]
 
 
 def distill(folder, *options, **more):
-    done = run("distill", "--out", folder, *SMALL, *options, "--json", **more)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(succeed("distill", "--out", folder, *SMALL, *options, "--json", **more))
 
 
 def student(folder):

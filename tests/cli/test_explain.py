@@ -6,15 +6,13 @@ import re
 import numpy as np
 import pytest
 from test_bad_input import assert_refused
-from tool import PORTABLE, kl_json, make_tensors, run, save
+from tool import PORTABLE, kl_json, make_tensors, run, save, succeed
 
 LINE = re.compile(r"^[^:]+: \w+, .*\(.+\)$")  # STEP: KERNEL, VARIANT ... (REASON)
 
 
 def info_json(*options):
-    done = run("info", "--explain", "--json", *options)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(succeed("info", "--explain", "--json", *options))
 
 
 def test_info_explains_three_operations():

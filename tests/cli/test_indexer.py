@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 from reference import Problem, log_softmax, logits, visible
-from tool import kl_json, load, run, save
+from test_bad_input import assert_refused
+from tool import kl_json, load, run, save, succeed
 
 BATCH, HEADS_T, INDEX_HEADS, LEN_Q, LEN_K, DIM_T, DIM_S, TOP_K = 2, 4, 3, 37, 53, 16, 24, 9
 
@@ -98,19 +99,16 @@ def test_rows_and_gradients(name, tmp_path, device):
 
 def test_table(tmp_path):
     path = save(tmp_path / "in.safetensors", {**make_indexer(), "indices": make_indices()}, indices="i32")
-    done = run("kl", path, "--student", "indexer", "--causal")
-    assert done.returncode == 0, done.stderr
-    assert "1 student head with 3 index heads, top-k 9" in done.stdout
-    assert "cross-entropy" in done.stdout
+    text = succeed("kl", path, "--student", "indexer", "--causal")
+    assert "1 student head with 3 index heads, top-k 9" in text
+    assert "cross-entropy" in text
 
 
 @pytest.mark.gpu
 def test_indices_are_checked_before_the_copy_to_the_gpu(tmp_path):
     """The library cannot read GPU memory: the tool checks the indices before it copies them."""
     path = save(tmp_path / "in.safetensors", {**make_indexer(), "indices": np.full((BATCH, 1, LEN_Q, 2), 53)}, indices="i32")
-    done = run("kl", path, "--student", "indexer", "--device", "cuda")
-    assert done.returncode == 2
-    assert "indices[0, 0, 0, 0]=53" in done.stderr
+    assert_refused(run("kl", path, "--student", "indexer", "--device", "cuda"), "indices[0, 0, 0, 0]=53")
 
 
 BAD = {
@@ -130,9 +128,4 @@ BAD = {
 def test_refusals(name, tmp_path):
     changes, options, *fragments = BAD[name]
     tensors = {key: value for key, value in {**make_indexer(), **changes}.items() if value is not None}
-    path = save(tmp_path / "in.safetensors", tensors, indices="i64")
-    done = run("kl", path, *options, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    for fragment in fragments:
-        assert fragment in done.stderr
+    assert_refused(run("kl", save(tmp_path / "in.safetensors", tensors, indices="i64"), *options, cwd=tmp_path), *fragments)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import inject
 import pytest
-from tool import make_tensors, run, save
+from tool import make_tensors, run, save, succeed
 
 SMALL = ["--context", "64", "--needles", "2", "--held-out", "1"]  # distill
 FILES = {"kl": ["rows", "grad"], "map": ["maps", "x-p.png", "x-s.png", "x-kl.png"], "stats": ["stats"], "distill": ["student.safetensors", "report.html"]}
@@ -48,8 +48,7 @@ def command(request, tmp_path):
 
     restore()
     old = outputs()
-    done = run(*arguments)
-    assert done.returncode == 0, done.stderr
+    succeed(*arguments)
     new = outputs()
     assert set(new) == set(old) and not any(new[file] == old[file] for file in new)
     return SimpleNamespace(name=name, arguments=arguments, inputs=inputs, out=out, outputs=outputs, restore=restore, old=old, new=new, mark=tmp_path / "mark")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from reference import Problem, attention_kl, packed_attention_kl
-from tool import kl_json, load, make_tensors, rounded, run, save
+from tool import kl_json, load, make_tensors, rounded, run, save, succeed
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -278,10 +278,9 @@ def test_json_fields(device, pair):
 def test_table_of_heads(heads, tmp_path):
     """Mean, largest row and its query of the first 32 heads; head 0 sees no key in one batch."""
     path, out = save(tmp_path / "in.safetensors", make_tensors(heads_t=heads, heads_s=heads, len_q=5)), tmp_path / "out.safetensors"
-    done = run("kl", path, "--key-lengths", "0,53", "--out", out)
-    assert done.returncode == 0, done.stderr
+    text = succeed("kl", path, "--key-lengths", "0,53", "--out", out)
     kl = load(out)["kl"][1][1]  # of the second batch; the rows of the first one do not count
-    lines = done.stdout.splitlines()
+    lines = text.splitlines()
     first = next(n for n, line in enumerate(lines) if line.split() == ["head", "mean", "max", "at", "query"]) + 1
     table = [line.split() for line in lines[first : lines.index("", first)]]
     assert table[32:] == ([["...", "--out", "FILE", "writes", "all", "rows"]] if heads > 32 else [])

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from tool import make_tensors, run, save
+from tool import make_tensors, run, save, succeed
 
 # ---- Outputs that are inputs -----------------------------------------------------------------------------------------
 
@@ -82,15 +82,19 @@ def test_leftovers_are_removed_and_block_nothing(pair):
         os.link(pair, pair.parent / name)
     kept.append(backup(2))
     (pair.parent / backup(2)).write_text("an old file that has no other name")
-    done = run("map", pair, "--png", pair.parent / "x")
-    assert done.returncode == 0, done.stderr
-    assert sorted(os.listdir(pair.parent)) == sorted([pair.name, *kept, "x-p.png", "x-s.png", "x-kl.png"])
+    other = pair.parent / "other"  # a second folder with outputs
+    other.mkdir()
+    os.mkfifo(other / ".streamkl-2.tmp")  # no file of ours
+    (other / ".streamkl-1.tmp").write_text("left")
+    os.utime(other / ".streamkl-1.tmp", (0, 0))
+    succeed("kl", pair, "--out", pair.parent / "rows", "--grad", other / "grad")
+    assert sorted(os.listdir(pair.parent)) == sorted([pair.name, *kept, "other", "rows"])
+    assert sorted(os.listdir(other)) == [".streamkl-2.tmp", "grad"]
 
 
 def test_many_pictures(tmp_path):
     """More files than a process may have open."""
     path = save(tmp_path / "pair.safetensors", make_tensors(batch=1, heads_t=80, heads_s=80, len_q=1, len_k=1))
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))  # noqa: E731
-    done = run("map", path, "--head", "all", "--png", tmp_path / "x", "--json", preexec_fn=limit)
-    assert done.returncode == 0, done.stderr
+    succeed("map", path, "--head", "all", "--png", tmp_path / "x", "--json", preexec_fn=limit)
     assert len(os.listdir(tmp_path)) == 241

@@ -21,6 +21,13 @@ def run(*arguments, env=None, timeout=80, **options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout, **options)
 
 
+def succeed(*arguments, **options):
+    """The output of a run that must succeed."""
+    done = run(*arguments, **options)
+    assert done.returncode == 0, (done.returncode, done.stderr)
+    return done.stdout
+
+
 device = "cpu"  # of kl_json(): set by the device fixture
 
 
