@@ -73,29 +73,22 @@ def milliseconds(begin, end):
     return begin.elapsed_time(end) if isinstance(begin, torch.cuda.Event) else end - begin
 
 
-def run_once(call, device):
-    """(result, Timing) of one call, with its memory."""
-    on_gpu, run = device.type == "cuda", ready(call)
-    synchronize(device)
-    before = torch.cuda.memory_allocated(device) if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    begin = time.perf_counter()
-    result = run()
-    synchronize(device)
-    timing = Timing([(time.perf_counter() - begin) * 1e3])
-    if on_gpu:
-        timing.peak_bytes = torch.cuda.max_memory_allocated(device)
-        timing.extra_bytes = timing.peak_bytes - before
-    return result, timing
-
-
 def first_run(call, device):
     """(result, Timing): one call to compile and tune, a second one to estimate the time and to record the memory."""
-    refusal = ""
+    on_gpu, refusal = device.type == "cuda", ""
     try:
         ready(call)()
-        return run_once(call, device)
+        run = ready(call)
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device) if on_gpu else 0
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(device)
+        begin = time.perf_counter()
+        result = run()
+        synchronize(device)
+        ms = (time.perf_counter() - begin) * 1e3
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+        return result, Timing([ms], peak, peak - before)
     except Exception as error:  # from the library, a compiler, a driver, out of memory, ...: the other calls go on
         refusal = refusal_of(error)
     release_memory()  # after the except block, whose traceback keeps tensors alive
