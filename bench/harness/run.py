@@ -70,12 +70,12 @@ def make_peer(name, make, exact=None, device=None):
     """The peer that make() returns, or a method with the reason why it cannot run or, with `exact`, is not comparable."""
     try:
         method = make()
+        method.is_peer = True
+        if exact is not None:
+            method.examine(exact, device)
+        return method
     except Exception as error:
         return Method(name, is_peer=True, refusal=refusal_of(error))
-    method.is_peer = True
-    if exact is not None:
-        method.examine(exact, device)
-    return method
 
 
 def time_methods(methods, device, rounds, sample_ms, shuffle=False):
