@@ -285,7 +285,7 @@ def some_problems():
     context_parallel(sparse_indexer, layout="zigzag", comm="ring")
     context_parallel(chunked, layout="contiguous", comm="ring")
     context_parallel(sinks_of_groups, layout="zigzag", comm="ring")
-    context_parallel(sparse_packed_indexer, layout="contiguous", comm="allgather")
+    context_parallel(sparse_packed_indexer, layout="contiguous", comm="ring")
     context_parallel(dense_indexer_with_lse, layout="zigzag", comm="allgather")
 
 

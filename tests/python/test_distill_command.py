@@ -25,7 +25,7 @@ from streamkl.distill import _device as devices
 from streamkl.distill import _loop as loop
 from streamkl.distill import cli, distil
 from streamkl.distill._checkpoint import to_json
-from streamkl.distill._evaluate import _heads_of
+from streamkl.distill._evaluate import _heads_of, retrieval_scores
 from streamkl.distill._logs import Log
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
 from streamkl.distill._output import summary
@@ -249,6 +249,16 @@ def test_a_teacher_that_finds_no_needle(folder, monkeypatch, capsys):
     monkeypatch.setattr(loop, "retrieval_scores", lambda *_: {0: [0.0, 0.0], 1: [0.0, 0.0]})
     assert run(folder, "blind", head_weight="retrieval") == 2
     assert "--head-weight=retrieval: no head of the teacher finds a needle" in capsys.readouterr().err
+
+
+def test_retrieval_scores_of_the_teacher():
+    """A score per student head: the share of needles that its teacher heads find. Both models are those of one run."""
+    teacher, student = llama(layers=4), llama(layers=2, heads=2)
+    options = Options(context=64, needles=1, needle_lengths=[64])
+    texts = data.Sequences(np.random.default_rng(0).integers(0, 100, (4, 64)), ([], []))
+    found = retrieval_scores(teacher, student, texts, options, nullcontext)
+    assert {i: len(scores) for i, scores in found.items()} == {0: 2, 1: 2}
+    assert all(0 <= score <= 1 for scores in found.values() for score in scores) and not student.training
 
 
 def test_lengths_without_room_for_a_needle(folder, monkeypatch):

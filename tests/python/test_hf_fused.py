@@ -227,6 +227,12 @@ def test_attention_that_carries_no_kl(change, reason, monkeypatch):
     assert _why_apart(recorder, "sdpa", None, q, q, given["value"], given["args"], given["kwargs"]) == reason
 
 
+def test_shards_are_compared_apart():
+    distiller = AttentionDistiller(*models(), fused=True)
+    assert distiller._why_apart(None, 1) is None
+    assert distiller._why_apart(streamkl.Parallel(), 1) == "the sequences are split (context parallelism)"
+
+
 def test_attention_without_an_lse():
     """torch's plain kernel returns none, and attention with a softcap is not torch's."""
     q = torch.zeros(1, 1, 3, 8)

@@ -269,6 +269,32 @@ def test_ranges_that_move_backward():
         pack_rows(keys, None, 1, "layer 0")
 
 
+def test_an_output_of_another_shape_is_refused():
+    """The heads are one dimension already."""
+    transformers.AttentionInterface.register(
+        "odd", lambda *given, **more: (sdpa_attention_forward(*given, **more)[0].flatten(2), None)
+    )
+    transformers.AttentionMaskInterface.register("odd", eager_mask)
+    student = llama().eval()
+    student.set_attn_implementation("odd")
+    with pytest.raises(ValueError, match=r"returns an output \[2, 17, 32\] for \[2, \d, 4, 8\] of softmax\(q k\) v"):
+        loss_of(llama(), student, batch())
+
+
+def test_a_proof_that_is_forgotten_after_the_forward_is_made_by_the_next_one():
+    """Two distillers share the models, and one of them forgets what is proven."""
+    teacher, student, inputs = llama(), llama(), batch()
+    with AttentionDistiller(teacher, student) as one, AttentionDistiller(teacher, student) as other:
+        probed = []
+        for resets in False, True, False:
+            student(**inputs)
+            probed.append([call.probe is not None for call in other.student.step.calls])
+            if resets:
+                one.reset()
+            assert other.loss() > 0
+    assert probed == [[True, True], [False, False], [True, True]]
+
+
 def test_models_in_float64_are_refused():
     with pytest.raises(ValueError, match=r"computes in torch.float64: must be torch.float32, torch.float16 or"):
         loss_of(llama().double(), llama(), batch())

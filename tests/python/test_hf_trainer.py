@@ -151,3 +151,6 @@ def test_a_step_outside_of_training(tmp_path):
     trainer.current_gradient_accumulation_steps = 4
     assert trainer._share(torch.tensor(3), False) == 0.25
     assert type(trainer._means[True])().metrics(None) == {}
+    with trainer.distiller:  # as a trainer that fetches its batches itself does
+        trainer.create_optimizer()
+        assert trainer.training_step(trainer.model, inputs) > 0 and trainer._step_rows is None

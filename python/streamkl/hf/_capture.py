@@ -337,9 +337,9 @@ class Capture:
         self._recorder.add(self)
 
     def detach(self) -> None:
-        if self._recorder is not None:
-            self._recorder.remove(self)
-            self._recorder = None
+        assert self._recorder is not None
+        self._recorder.remove(self)
+        self._recorder = None
         self.clear()
 
     def clear(self) -> None:
