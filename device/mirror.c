@@ -114,7 +114,7 @@ static call_tensor row_vector(const mirror *tensors, void *address, const char *
     return (call_tensor){address, name, heads, rows_q(&tensors->problem), 1, sizeof(float)};
 }
 
-/* Of f32 or int32_t. */
+/* `count` elements of f32 or int32_t. */
 static call_tensor array_of(void *address, const char *name, int64_t count)
 {
     return (call_tensor){address, name, 0, 0, count, sizeof(float)};

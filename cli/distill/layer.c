@@ -6,8 +6,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* The compiler makes one function per instruction set, and the loader chooses. Clang has no such attribute in all of
- * its versions, and makes a slower function. */
+/* GCC makes one function per instruction set, and the loader chooses. Other compilers make one slower function. */
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define PER_INSTRUCTION_SET __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
 #else
@@ -15,8 +14,8 @@
 #endif
 
 enum {
-    WIDTH = 64,
-    BLOCK_INNER = 256 /* a slice of b that stays in the L2 cache */
+    WIDTH = 64,       /* columns whose sums stay in registers */
+    BLOCK_INNER = 256 /* rows of b that stay in the L2 cache */
 };
 
 typedef struct product {
@@ -26,7 +25,7 @@ typedef struct product {
     int64_t columns, inner;
 } product;
 
-/* c[columns] += a[depth] b[depth, columns]; 16 columns at a time stay in registers. */
+/* c[columns] += a[depth] b[depth, columns] */
 PER_INSTRUCTION_SET static void add_row(float *restrict c, const float *a, int64_t a_stride, const float *restrict b,
                                         int64_t columns, int64_t depth)
 {

@@ -57,7 +57,8 @@ static void allocate_row_vectors(kl_results *results, const skl_problem *problem
 {
     const bool dot_t = skl_problem_needs(problem, SKL_OP_BACKWARD) & SKL_ROW_DOT_T;
     for (int v = 0; v < ROW_VECTORS; v++) {
-        if (row_vectors[v].is_written ? row_vectors[v].of_indexer && !kl_is_indexer(problem) : !dot_t)
+        const bool needed = row_vectors[v].is_written ? !row_vectors[v].of_indexer || kl_is_indexer(problem) : dot_t;
+        if (!needed)
             continue;
         const int64_t count = kl_row_count(problem, heads_of(problem, row_vectors[v].of_teacher));
         float *const rows = kl_allocate_output((size_t)count * sizeof(float), row_vectors[v].name);
@@ -67,7 +68,7 @@ static void allocate_row_vectors(kl_results *results, const skl_problem *problem
     }
 }
 
-/* Of a tensor, or [H] for a sink. */
+/* The gradient of a tensor has its shape, that of a sink [H]. */
 static output_tensor gradient_tensor(int index, const kl_inputs *inputs)
 {
     const kl_role role = gradients[index].role;

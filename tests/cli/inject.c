@@ -120,14 +120,6 @@ void *aligned_alloc(size_t alignment, size_t size)
     return fails("allocate", false) ? NULL : __libc_memalign(alignment, size);
 }
 
-int posix_memalign(void **memory, size_t alignment, size_t size)
-{
-    if (fails("allocate", false))
-        return ENOMEM;
-    *memory = __libc_memalign(alignment, size);
-    return *memory ? 0 : ENOMEM;
-}
-
 /* ---- Files -------------------------------------------------------------------------------------------------- */
 
 int open(const char *path, int flags, ...)

@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 import pytest
-from tool import make_tensors, raw_safetensors, run, save, succeed
+from tool import make_tensors, raw_safetensors, run, save
 
 
 def assert_refused(done, *fragments, code=2):

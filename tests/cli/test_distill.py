@@ -36,22 +36,15 @@ def trained(tmp_path_factory):
 
 
 def test_kl_falls_and_definitions_are_found(trained):
-    _, answer = trained
+    folder, answer = trained
+    weights = load(folder / "student.safetensors")
+    assert {name: (dtype, array.shape) for name, (dtype, array) in weights.items()} == dict.fromkeys(["w_q", "w_k"], ("F32", (2, 32, 64)))
     assert answer["step"] == 150
     assert answer["kl_after"] < answer["kl_before"] / 20
     for depth in answer["depths"]:
         assert depth["references"] > 0 and depth["before"] < 0.05
         assert depth["after"] >= 0.95 * depth["teacher"] and depth["teacher"] > 0.95
     assert answer["peak_bytes"] < 64 << 20
-
-
-def test_shapes_of_the_weights(trained):
-    folder, _ = trained
-    weights = load(folder / "student.safetensors")
-    assert {name: (dtype, array.shape) for name, (dtype, array) in weights.items()} == {
-        "w_q": ("F32", (2, 32, 64)),
-        "w_k": ("F32", (2, 32, 64)),
-    }
 
 
 def test_text(tmp_path):

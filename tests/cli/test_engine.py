@@ -7,8 +7,6 @@ import pytest
 from test_bad_input import assert_refused
 from tool import PORTABLE, kl_json, make_tensors, run, save, succeed, why_no_gpu
 
-# ---- The CPU -------------------------------------------------------------------------------------------------------
-
 
 def test_results_are_bitwise_equal_for_any_thread_count(pair, tmp_path):
     files = []
@@ -25,9 +23,6 @@ def test_kernel_by_option_and_by_environment(pair):
     assert kl_json(pair, env={"STREAMKL_THREADS": "1"})["threads"] == 1
 
 
-# ---- No GPU --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
 @pytest.mark.parametrize("device, named", [("cuda", "--device=cuda:0: "), ("cuda:3", "--device=cuda:3: ")])
 @pytest.mark.parametrize("command", ["kl", "map", "check", "demo"])
@@ -36,9 +31,6 @@ def test_missing_gpu(command, device, named, pair, tmp_path):
     outputs = [pair, "--out", tmp_path / "out"] if command in ("kl", "map") else []
     assert_refused(run(command, *outputs, "--device", device), named, why_no_gpu(), code=4)
     assert list(tmp_path.iterdir()) == [pair]
-
-
-# ---- A GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

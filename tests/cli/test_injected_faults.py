@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import re
+import signal
 import time
 from types import SimpleNamespace
 
@@ -83,25 +84,24 @@ def test_restore_fails(command):
         assert sorted(set(now.values()) & set(command.old.values())) == sorted(set(command.old.values())), at
 
 
+def failures_of(command, call, number):
+    """How often the command fails when one call does; it succeeds where the call only describes the machine."""
+    failed = 0
+    for at, done in inject.runs(call, number, command.arguments, command.restore, command.mark):
+        if done.returncode != 0:
+            assert_failed(command, at, done, os.strerror(number))
+            failed += 1
+    return failed
+
+
 def test_close_fails(command):
     """Network file systems report a full disk here. An input may fail to close."""
-    failed = 0
-    for at, done in inject.runs("close", errno.EDQUOT, command.arguments, command.restore, command.mark):
-        if done.returncode != 0:
-            assert_failed(command, at, done, os.strerror(errno.EDQUOT))
-            failed += 1
-    assert failed >= len(command.new)
+    assert failures_of(command, "close", errno.EDQUOT) >= len(command.new)
 
 
 @READERS
 def test_inputs_cannot_be_opened(command):
-    """What only describes the machine is left out."""
-    failed = 0
-    for at, done in inject.runs("open", errno.EMFILE, command.arguments, command.restore, command.mark):
-        if done.returncode != 0:
-            assert_failed(command, at, done, os.strerror(errno.EMFILE))
-            failed += 1
-    assert failed == 1
+    assert failures_of(command, "open", errno.EMFILE) == 1
 
 
 def test_no_links(command):
@@ -187,3 +187,19 @@ def test_inputs_that_change(command, action):
         assert_failed(command, at, done, CHANGES[action], ".safetensors")
         numbers += 1
     assert numbers == 1
+
+
+# ---- SIGKILL ---------------------------------------------------------------------------------------------------------
+
+
+def test_killed_before_every_call(command):
+    """Of those that change a file. Each file is the old or the new one: only a kill while the files get their names leaves some
+    of both. Nothing that is left is in the way."""
+    for at, done in inject.runs("any", "kill", command.arguments, command.restore, command.mark):
+        assert done.returncode == -signal.SIGKILL, (at, done.stderr)
+        left = [path.name for path in command.out.glob(".streamkl-*") if path.suffix in (".tmp", ".old")]
+        now = {name: content for name, content in command.outputs().items() if name not in left}
+        assert set(now) == set(command.old)
+        assert all(content in (command.old[name], command.new[name]) for name, content in now.items()), at
+        succeed(*command.arguments)
+        assert {name: content for name, content in command.outputs().items() if name not in left} == command.new, at

@@ -123,15 +123,6 @@ def test_heads(tmp_path):
     assert refused.returncode == 2 and "--head=3: must be 0..2" in refused.stderr
 
 
-def test_equal_to_kl(tmp_path, pair):
-    """The cells of a row of the KL map sum to its mean KL."""
-    rows = tmp_path / "rows.safetensors"
-    run("kl", pair, "--causal", "--out", rows)
-    kl = load(rows)["kl"][1]
-    answer = json.loads(run("map", pair, "--causal", "--buckets", "1", "--head", "all", "--json").stdout)
-    assert np.allclose(np.array(answer["kl"])[:, 0, 0], kl.mean((0, 2)), atol=1e-6)
-
-
 LEFT, TOP, RIGHT, BOTTOM = 96, 34, 132, 60  # pixels around the map of a picture: view/view.h
 
 
