@@ -153,6 +153,8 @@ def _kind(call: Call, keys: Keys | None, encoder: set[torch.nn.Module] | None) -
         return "encoder"
     if keys is None or keys.len_q == 1:  # the keys do not tell the kind
         return "self" if getattr(call.module, "is_causal", True) else "cross"
+    if keys.len_q != keys.len_k:  # an encoder padded to more tokens than the decoder has, or a cache of the decoder
+        return "self" if getattr(call.module, "is_causal", False) else "cross"
     return "self" if keys.causal else "cross"  # a decoder is causal
 
 
