@@ -40,6 +40,9 @@ def test_compare():
         and not found.rows[0, 1].isnan().transpose(1, 2)[~padded].any()
     )
     assert len(found.table()) == 8 and found.maps[0, 1].kl.shape == (4, 4, 4)
+    student.train().model.layers[0].eval()
+    compare(teacher, student, inputs)
+    assert student.training and not student.model.layers[0].training
     assert "student layer  teacher layer" in str(found) and student.config._attn_implementation == "sdpa"
 
 
@@ -189,6 +192,15 @@ def test_kinds_of_attention_without_decoder_input(kind):
         student(**inputs, labels=labels)
     assert [layer.kind for layer in layers] == ["encoder"] * 2 + ["self", "cross"] * 2
     assert found > 0
+
+
+def test_cross_attention_to_a_padded_encoder():
+    """With fewer tokens than the padding has, its keys look like those of a causal mask."""
+    student, inputs = bart(), batch("right")
+    inputs["attention_mask"][:, 5:] = 0
+    with capture(student) as layers:
+        student(**inputs, decoder_input_ids=inputs["input_ids"][:, :3])
+    assert [layer.kind for layer in layers] == ["encoder"] * 2 + ["self", "cross"] * 2
 
 
 # ---- Packed sequences --------------------------------------------------------------------------------------------------

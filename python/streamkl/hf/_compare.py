@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..maps import AttentionMap, attention_map
+from ._adapters import modes_of, restore_modes
 from ._capture import Capture
 from ._distiller import AttentionDistiller
 from ._layers import Layer
@@ -169,14 +170,14 @@ def compare(
         buckets: ``(rows, columns)`` of attention maps; default: no maps.
         options: ``layer_map``, ``head_map``, ``direction``, ``attention``, ``tower``, ``sinks``, ``verify`` of :class:`AttentionDistiller`.
     """
-    was_training = student.training
+    modes = modes_of(student)
     student.eval()
     try:
         with AttentionDistiller(teacher, student, **options) as distiller:
             student(**batch)
             return compare_captured(distiller, buckets)
     finally:
-        student.train(was_training)
+        restore_modes(modes)
 
 
 def compare_captured(distiller: AttentionDistiller, buckets: tuple[int, int] | None = None) -> Comparison:
