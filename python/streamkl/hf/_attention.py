@@ -58,6 +58,8 @@ class Call:
 
 def record_attention(recorder, implementation: str, module, query, key, value, attention_mask=None, *args, **kwargs):
     """Runs the attention of `implementation`, and records it while the model of the recorder runs."""
+    if recorder.step is None and recorder.others:
+        recorder = next((other for other in recorder.others if other.step is not None), recorder)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     lse, handle, call = None, None, None

@@ -83,8 +83,8 @@ class Step:
         return self._by_name(*self.versions)
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        given = inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments
-        given = {**given, **given.pop("kwargs", {})}
+        given = dict(inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments)
+        given.update(given.pop("kwargs", {}))
         return {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -124,10 +124,12 @@ class _Name(str):
         return str, (self.own,)
 
 
-def _reduce_detached(module: torch.nn.Module, hooks: set[int], protocol):
-    """What pickle and deepcopy take of an attached model: the model without hooks."""
+def _reduce_detached(module: torch.nn.Module, protocol):
+    """What pickle and deepcopy take of an attached model: the model without hooks of recorders."""
     reduced: Any = type(module).__reduce_ex__(module, protocol)
     made, arguments, state, *others = reduced
+    pairs = [*module._forward_pre_hooks.items(), *module._forward_hooks.items()]
+    hooks = {key for key, hook in pairs if isinstance(getattr(hook, "__self__", None), Recorder)}
     state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
     for name, value in state.items():
         if name.startswith("_forward_") and isinstance(value, dict):
@@ -151,6 +153,7 @@ class Recorder:
         self._hooks: list = []
         self._implementations: list[tuple[Any, str]] = []  # configs and their own implementation
         self._shared: list[tuple[torch.nn.Module, Any]] = []  # modules and configs of another model, too
+        self.others: list[Recorder] = []  # recorders of models that share modules with this one
         self._model = weakref.ref(model)
 
     @staticmethod
@@ -180,6 +183,7 @@ class Recorder:
         model = self._model()
         assert model is not None
         self._own_shared_configs(model)
+        self._find_others(model)
         for config in _configs(model):
             own = _PREFIX.sub("", config._attn_implementation or "eager")
             self._register(own)
@@ -194,11 +198,12 @@ class Recorder:
                     module.register_forward_hook(self._end, always_call=True),
                 ]
                 self._hooks.append((module, hooks))
-                module.__dict__["__reduce_ex__"] = partial(_reduce_detached, module, {hook.id for hook in hooks})
+                module.__dict__["__reduce_ex__"] = partial(_reduce_detached, module)
 
     def _detach(self) -> None:
         for module, hooks in self._hooks:
-            del module.__dict__["__reduce_ex__"]
+            if not any(other.hooks(module) for other in self.others):
+                del module.__dict__["__reduce_ex__"]
             for hook in hooks:
                 hook.remove()
         for config, own in self._implementations:
@@ -206,7 +211,9 @@ class Recorder:
                 config._attn_implementation_internal = own
         for module, config in self._shared:
             module.config = config
-        self._hooks, self._implementations, self._shared = [], [], []
+        for other in self.others:
+            other.others.remove(self)
+        self._hooks, self._implementations, self._shared, self.others = [], [], [], []
         self.step = None
         self._proven.clear()
         self.apart.clear()
@@ -222,6 +229,17 @@ class Recorder:
                 self._shared.append((module, config))
                 module.config = copies.setdefault(id(config), copy.deepcopy(config))
 
+    def hooks(self, module: torch.nn.Module) -> bool:
+        return any(module is each for each, _ in self._hooks)
+
+    def _find_others(self, model: PreTrainedModel) -> None:
+        """A shared module calls the attention of the model that was attached last: the recorder of the one that runs records it."""
+        modules = set(model.modules())
+        for owner, other in _recorders.items():
+            if other._hooks and not modules.isdisjoint(owner.modules()):
+                self.others.append(other)
+                other.others.append(self)
+
     def _register(self, own: str) -> None:
         name = f"streamkl{self.number}_{own}"
         AttentionInterface.register(name, partial(record_attention, self, own))
@@ -233,6 +251,8 @@ class Recorder:
     def _begin(self, module, args, kwargs) -> None:
         if not self.captures or _is_redirected(args) or (self.step is not None and self.step.module is not module):
             return
+        if any(other.step is not None and other.hooks(module) for other in self.others):
+            return  # a shared module, which runs in the other model
         if self.step is not None:  # a KeyboardInterrupt ended the last forward, without a hook
             self._fail()
         is_compiling = torch.compiler.is_compiling()
@@ -302,8 +322,9 @@ def _is_redirected(args: tuple) -> bool:
 
 
 def _configs(model: PreTrainedModel) -> list:
-    """All configs that decide about the attention of a part of the model."""
-    found = {id(module.config): module.config for module in model.modules() if isinstance(module, PreTrainedModel)}
+    """All configs that decide about the attention of a part of the model; a layer from another model has its own."""
+    of_modules: Any = (getattr(module, "config", None) for module in model.modules())
+    found = {id(config): config for config in of_modules if hasattr(config, "_attn_implementation_internal")}
     waiting = list(found.values())
     while waiting:
         config = waiting.pop()
