@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_models import batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
+from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
 
 from streamkl import Parallel
 from streamkl.hf import AttentionDistiller
@@ -109,6 +109,24 @@ def test_embeddings_of_the_student_are_not_the_teachers():
         loss = distiller.loss()
         student(**inputs)
         torch.testing.assert_close(loss, distiller.loss())
+
+
+def test_hidden_states_of_the_students_encoder_are_not_the_teachers():
+    teacher, student, ids = bart(), bart(), batch()["input_ids"]
+    with AttentionDistiller(teacher, student, attention="cross") as distiller:
+        student(encoder_outputs=student.get_encoder()(ids), decoder_input_ids=ids)
+        with pytest.raises(ValueError, match="the student ran on encoder_outputs, which are its own hidden states"):
+            distiller.loss()
+
+
+def test_input_that_changed_after_the_students_forward_is_an_error():
+    inputs = batch()
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        student(**inputs, use_cache=False)
+        inputs["input_ids"].random_(100)
+        with pytest.raises(ValueError, match="input_ids has changed in place since the student ran"):
+            distiller.loss()
 
 
 def test_a_larger_vocabulary_of_the_student():
@@ -252,7 +270,10 @@ def test_teacher_and_student_are_two_models():
         (dict(relation_heads=True, relations=("vv",)), "relation_heads=True: must be None or a whole number"),
         (dict(relation_heads=2, relations=("vv",), row_weight="far"), "relation_heads=2: needs row_weight=None and head_weight=None"),
         (dict(relation_heads=2, relations=("vv",), head_weight=[1, 1]), "relation_heads=2: needs row_weight=None and head_weight=None"),
-        (dict(layer_weight={1: -1.0}), "layer_weight=.*: must not be negative"),
+        (dict(layer_weight={1: -1.0}), "layer_weight=.*: must be finite, and not negative"),
+        (dict(layer_weight={1: float("nan")}), "layer_weight=.*: must be finite, and not negative"),
+        (dict(layer_weight=[1, 2]), r"layer_weight=\[1, 2\]: must be {student layer: weight}"),
+        (dict(attention="encoder", rows="labels"), "rows='labels': needs attention='self' or 'cross'"),
         (dict(parallel=Parallel(tensor_group="a group")), "parallel: a distiller takes context_group alone"),
         (dict(parallel=Parallel(loss_group="a group")), "parallel: a distiller takes context_group alone"),
         (dict(temperature=0), "temperature=0: must be a positive number"),
@@ -262,6 +283,68 @@ def test_teacher_and_student_are_two_models():
 def test_options_are_checked_at_construction(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionDistiller(llama(), llama(), **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(layer_weight={2: 3.0}), r"layer_weight: 2 is no layer of the student: must be a number, 0..1"),
+        (dict(layer_weight={"model.layers.0": 3.0}), "layer_weight: 'model.layers.0' is no layer of the student"),
+        (dict(head_weight={2: [1, 0, 0, 0]}), "head_weight: 2 is no layer of the student"),
+        (dict(head_map={2: [1, 0, 0, 0]}), "head_map: 2 is no layer of the student"),
+        (dict(layer_map={0: 0, "model.layers.0": 1}), "layer_map=.*: names a student layer twice"),
+    ],
+)
+def test_what_no_layer_would_use_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        loss_of(llama(), llama(), batch(), **options)
+
+
+# ---- Layers of another model -----------------------------------------------------------------------------------------
+
+
+def expected_of(teacher, student):
+    """The KL of copies whose layers have the configs of their models."""
+    copies = [llama(), llama()]
+    for made, model in zip(copies, (teacher, student)):
+        made.load_state_dict(model.state_dict())
+    return kl_from_attentions(*copies, batch(), {0: 0, 1: 1})
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["copied", "shared"])
+def test_layers_of_the_teacher_in_the_student(shares):
+    """Their attention modules have the config of the teacher, or a copy."""
+    teacher, student = llama(), llama()
+    layer = teacher.model.layers[0]
+    student.model.layers[0] = layer if shares else copy.deepcopy(layer)
+    for _ in range(2):
+        with AttentionDistiller(teacher, student) as distiller:
+            student(**batch(), use_cache=False)
+            torch.testing.assert_close(distiller.loss(), expected_of(teacher, student), rtol=1e-4, atol=1e-6)
+            assert len(distiller.last_losses) == 2
+    assert layer.self_attn.config is teacher.config and teacher.config._attn_implementation == "sdpa"
+
+
+def test_a_shared_encoder():
+    teacher, student, ids = bart(), bart(), batch()["input_ids"]
+    student.model.encoder = teacher.model.encoder
+    with AttentionDistiller(teacher, student, attention="encoder") as distiller:
+        student(input_ids=ids, decoder_input_ids=ids)
+        assert distiller.loss() == 0
+        assert not copy.deepcopy(student).model.encoder._forward_hooks
+    with AttentionDistiller(teacher, student) as distiller:
+        student(input_ids=ids, decoder_input_ids=ids)
+        assert distiller.loss() > 0
+    assert not student.model.encoder._forward_hooks and "__reduce_ex__" not in student.model.encoder.__dict__
+
+
+def test_an_implementation_that_changes_inside_the_block_is_named():
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        student.set_attn_implementation("eager")
+        student(**batch())
+        with pytest.raises(ValueError, match=r"it has: none \(set_attn_implementation\(\) between attach"):
+            distiller.loss()
 
 
 def test_other_attention_is_named():

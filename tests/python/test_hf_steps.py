@@ -131,6 +131,11 @@ def test_packed_sequences_that_are_not_separated():
             match="position_ids begin again before row 6, but model.layers.0.self_attn attends to the keys",
         ):
             loss_of(teacher, student, dict(input_ids=ids, position_ids=positions, **more))
+    with AttentionDistiller(teacher, student) as distiller:
+        teacher(input_ids=ids, position_ids=positions)
+        student(input_ids=ids, position_ids=positions, use_cache=False)
+        with pytest.raises(ValueError, match="teacher: position_ids begin again before row 6"):
+            distiller.loss()
     left = batch("left")
     positions = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
     assert loss_of(teacher, student, dict(left, position_ids=positions)) > 0

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -144,6 +144,8 @@ class AttentionDistiller:
         check_choice("direction", direction, ("forward", "reverse"))
         check_choice("attention", attention, ("self", "cross", "encoder"))
         check_choice("rows", rows, ("all", "labels"))
+        if (attention, rows) == ("encoder", "labels"):
+            raise ValueError("rows='labels': needs attention='self' or 'cross': labels are tokens of the decoder")
         if not relations or isinstance(relations, str) or not all(relation in RELATIONS for relation in relations):
             raise ValueError(f"relations={relations!r}: must be one or more of {', '.join(map(repr, RELATIONS))}")
         if relation_heads is not None and (not is_whole(relation_heads) or relation_heads < 1):
@@ -158,9 +160,7 @@ class AttentionDistiller:
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads
         self.fused, self.fused_values = fused, fused_values
-        self.layer_weight = dict(layer_weight or {})
-        if any(weight < 0 for weight in self.layer_weight.values()):
-            raise ValueError(f"layer_weight={layer_weight!r}: must not be negative")
+        self.layer_weight = _checked_weights(layer_weight)
         self._weights = Weights(row_weight, head_weight)
         if relation_heads is not None and (row_weight is not None or head_weight is not None):
             raise ValueError(f"relation_heads={relation_heads}: needs row_weight=None and head_weight=None, which weight heads")
@@ -397,12 +397,17 @@ class AttentionDistiller:
         self.teacher.is_split = self.student.is_split = self.parallel() is not None
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
         if not self.student.is_split:
-            check_packing(self.student, layers_s)
+            check_packing(self.student, "student", layers_s)
+            check_packing(self.student, "teacher", layers_t)
         elif self._verify != "never":
             warnings.warn(
                 "AttentionDistiller: layers that run on shards of their sequences (context parallelism) are not proven: compare their "
                 "loss with that of whole sequences once, then pass verify='never'", stacklevel=5,
             )  # fmt: skip
+        for name, of_layers in (
+            ("layer_weight", self.layer_weight), ("head_weight", self._weights.layers), ("head_map", self.head_map or {})
+        ):  # fmt: skip
+            maps.check_layers(name, (i for i in of_layers if i is not None), len(layers_s))
         if self.layer_map is None:
             chosen = maps.default_layers(layers_t, layers_s)
         else:
@@ -439,7 +444,7 @@ class AttentionDistiller:
             )
             raise ValueError(
                 f"{capture.role}: the last forward of {type(capture.step.module).__name__} has no layers for {asked}; it has: "
-                f"{'; '.join(found) or 'none'}"
+                f"{'; '.join(found) or 'none (set_attn_implementation() between attach() and detach() ends the capture)'}"
             )
         return layers
 
@@ -495,6 +500,18 @@ class AttentionDistiller:
             if all(layer.causal for layer in self._layers(self.student)):
                 counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
         return counted.float() if row_weight is None else counted * row_weight
+
+
+def _checked_weights(asked: Any) -> dict[int, float]:
+    """The layer_weight of a distiller."""
+    if asked is None:
+        return {}
+    weights = asked.values() if isinstance(asked, Mapping) else [None]
+    if not all(isinstance(weight, (int, float)) and not isinstance(weight, bool) for weight in weights):
+        raise ValueError(f"layer_weight={asked!r}: must be {{student layer: weight}}")
+    if not all(0 <= weight < math.inf for weight in weights):  # type: ignore[operator]
+        raise ValueError(f"layer_weight={asked!r}: must be finite, and not negative")
+    return dict(asked)
 
 
 def _checked_share(share: float) -> float:

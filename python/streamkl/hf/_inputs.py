@@ -11,6 +11,10 @@ from ._capture import Capture
 from ._layers import Layer
 
 _NOT_COMPARED = {"labels", "past_key_values", "inputs_embeds", "decoder_inputs_embeds"}
+# Inputs that a model has computed itself.
+_OF_ONE_MODEL = {
+    "inputs_embeds": "its own embeddings", "decoder_inputs_embeds": "its own embeddings", "encoder_outputs": "its own hidden states"
+}  # fmt: skip
 _MASKS = ("attention_mask", "decoder_attention_mask")
 _NOT_FOR_TEACHER = {"past_key_values", "num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states"}
 _ADVICE = "run the teacher on the student's batch after the last loss(), or not at all: loss() runs it"
@@ -19,11 +23,12 @@ _ADVICE = "run the teacher on the student's batch after the last loss(), or not 
 def run_teacher(teacher: Capture, student: Capture) -> None:
     """Runs the teacher on the input of the student's last forward."""
     given = student.step.arguments()
-    if "inputs_embeds" in given or "decoder_inputs_embeds" in given:
-        raise ValueError(
-            "AttentionDistiller: the student ran on inputs_embeds, which are its own embeddings and not the teacher's: run the "
-            "teacher on the same tokens before loss(), and pass check_input=False"
-        )
+    for name, what in _OF_ONE_MODEL.items():
+        if name in given:
+            raise ValueError(
+                f"AttentionDistiller: the student ran on {name}, which are {what} and not the teacher's: run the teacher on the same "
+                "tokens before loss(), and pass check_input=False"
+            )
     module = teacher.model if student.step.module is student.model else teacher.model.base_model
     accepted = inspect.signature(module.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -34,6 +39,12 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
     if "logits_to_keep" in accepted:
         kept["logits_to_keep"] = 1
     _check_vocabulary(teacher, student, kept)
+    for name, version in student.step.versions_by_name().items():
+        if name in kept and kept[name]._version != version:
+            raise ValueError(
+                f"AttentionDistiller: {name} has changed in place since the student ran, so the teacher would read something else: call "
+                "loss() before the change, or give the student a copy"
+            )
     with teacher.running(), torch.no_grad():
         teacher.model.eval()
         module(**kept)
@@ -111,22 +122,29 @@ def _shapes(a: Any, b: Any) -> str:
     return f"({texts[0]} and {texts[1]})"
 
 
-def check_packing(student: Capture, layers: list[Layer]) -> None:
-    """transformers separates packed sequences only without an attention_mask and without a cache; otherwise it says nothing."""
+def check_packing(student: Capture, role: str, layers: list[Layer]) -> None:
+    """The layers of a model separate the packed sequences that the student has read.
+
+    transformers does so only without an attention_mask and without a cache, and not in every model; otherwise it says nothing.
+    """
     positions = student.step.arguments().get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
         return
     token = torch.arange(positions.shape[1], device=positions.device)
     begin = torch.where(positions == 0, token, 0).cummax(1).values  # first token of each token's sequence
+    checked = set()  # layers share their keys, and every check waits for the GPU
     for layer in layers:
         if layer.keys is None or layer.refusal is not None or layer.kind == "cross" or layer.keys.len_q != len(token):
             continue
+        if id(layer.keys) in checked:
+            continue
+        checked.add(id(layer.keys))
         keys_begin = layer.keys.begin.to(begin.device)
         crosses = (keys_begin < begin) & (keys_begin < layer.keys.end.to(begin.device))
         crosses = crosses if layer.counted is None else crosses & layer.counted.to(begin.device)
         if bool(crosses.any()):
             row = int(crosses.any(0).nonzero()[0])
             raise ValueError(
-                f"student: position_ids begin again before row {row}, but {layer.name} attends to the keys before: packed sequences need "
-                "use_cache=False and no attention_mask"
+                f"{role}: position_ids begin again before row {row}, but {layer.name} attends to the keys before: packed sequences "
+                "need use_cache=False and no attention_mask"
             )

@@ -91,6 +91,13 @@ def _check_pair(i: LayerName, j: LayerName, layers_t: Sequence, layers_s: Sequen
         )
 
 
+def check_layers(name: str, given: Iterable[Any], count: int) -> None:
+    """Layers that have something of their own must be layers of the student: nothing else would tell."""
+    for i in given:
+        if not is_whole(i) or not 0 <= i < count:
+            raise ValueError(f"{name}: {i!r} is no layer of the student: must be a number, 0..{count - 1}")
+
+
 def numbered_layers(
     named: dict[LayerName, list[LayerName]], teacher: list[Layer], student: list[Layer]
 ) -> dict[int, list[int]]:
@@ -98,9 +105,10 @@ def numbered_layers(
     for i, many in named.items():
         for j in many:
             _check_pair(i, j, teacher, student)
-    return {
-        _number(i, student, "student"): [_number(j, teacher, "teacher") for j in many] for i, many in named.items()
-    }
+    numbers = [_number(i, student, "student") for i in named]
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"layer_map={named!r}: names a student layer twice: one entry may have a list of teacher layers")
+    return {i: [_number(j, teacher, "teacher") for j in many] for i, many in zip(numbers, named.values())}
 
 
 def _number(given: LayerName, layers: list[Layer], role: str) -> int:

@@ -27,6 +27,11 @@ class Weights:
         by_layer = head_weight if isinstance(head_weight, Mapping) else {None: head_weight}
         self._heads = {layer: _checked(head_weight, weights) for layer, weights in by_layer.items() if weights is not None}
 
+    @property
+    def layers(self) -> list[int | None]:
+        """The student layers that have weights of their own; None stands for all others."""
+        return list(self._heads)
+
     def of(
         self, layer: int, pair: Pair, given: torch.Tensor | None, direction: Direction, cache: RowCache
     ) -> torch.Tensor | None:  # fmt: skip
