@@ -58,9 +58,12 @@ static void advance_inputs(skl_inputs *inputs, const skl_problem *problem, view_
     advance(&inputs->q_s, begin, begin.query, of_student);
     advance(&inputs->k_s, begin, begin.key, of_student);
     advance(&inputs->lse_t, begin, begin.query, sizeof(float));
-    inputs->key_begin += inputs->key_begin ? row : 0;
-    inputs->key_end += inputs->key_end ? row : 0;
-    inputs->key_lengths += inputs->key_lengths ? begin.batch : 0;
+    if (inputs->key_begin)
+        inputs->key_begin += row;
+    if (inputs->key_end)
+        inputs->key_end += row;
+    if (inputs->key_lengths)
+        inputs->key_lengths += begin.batch;
 }
 
 /* `host` has the lengths of packed sequences in host memory. */
