@@ -126,6 +126,19 @@ def test_masks_become_row_bounds():
         row_bounds(causal.flip(-2))
 
 
+@pytest.mark.parametrize("stage", ["dense", "sparse"])
+def test_rows_of_padding_do_not_count(stage):
+    """The loss of a padded batch is that of its sequences, whatever the padding contains."""
+    model, tokens = make_model("deepseek_v32"), torch.randint(0, 64, (2, 20))
+    trainer, mask = IndexerTrainer(model), torch.ones_like(tokens)
+    mask[1, 12:] = 0
+    alone = [trainer.evaluate(input_ids=each, stage=stage) for each in (tokens[:1], tokens[1:, :12])]
+    for ids in tokens, torch.where(mask.bool(), tokens, 7):
+        found = trainer.evaluate(input_ids=ids, attention_mask=mask, stage=stage)
+        for whole, *parts in zip(found, *alone):
+            torch.testing.assert_close(whole, (parts[0] * 20 + parts[1] * 12) / 32, rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_without_indexers_is_refused():
     with pytest.raises(ValueError, match="Linear: has no indexers; axk2, deepseek_v32, glm_moe_dsa and hy_v4 models have"):
         IndexerTrainer(torch.nn.Linear(2, 2))

@@ -68,7 +68,7 @@ def indexer_tensors(indexer: torch.nn.Module, args: tuple, kwargs: dict[str, Any
 
 
 def row_bounds(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """key_begin and key_end of an attention mask [B, 1, S, T], boolean or added to the logits."""
+    """key_begin and key_end of an attention mask [B, 1, S, T], boolean or added to the logits; rows of padding attend to nothing."""
     try:
         keys = keys_of_tensor(mask, *mask.shape[2:])
     except Refused as error:
@@ -77,6 +77,8 @@ def row_bounds(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if keys.count != int((keys.end - keys.begin).sum()):
         raise ValueError("attention_mask: every query must attend to one range of keys, also those that no query sees")
     attending, last = begin < end, end.cummax(-1).values
+    if keys.shown is not None:  # a token that no query attends to is padding, and its own query does not count
+        attending = attending & keys.shown
     begin, end = torch.where(attending, begin, last), torch.where(attending, end, last)  # an empty row stays empty
     if (begin.diff(dim=-1) < 0).any() or (end != last).any():
         raise ValueError("attention_mask: the ranges of the queries must not move back; pad at the end")
