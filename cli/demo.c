@@ -5,7 +5,6 @@
 #include "cli/term/term.h"
 #include "cli/common/random.h"
 
-#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdlib.h>

@@ -8,7 +8,6 @@
 #include "tests/kernel_check.h"
 
 #include <inttypes.h>
-#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 
