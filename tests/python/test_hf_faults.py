@@ -350,6 +350,8 @@ def test_an_implementation_that_changes_inside_the_block_is_named():
 def test_other_attention_is_named():
     with pytest.raises(ValueError, match="BertModel has no layers for attention='cross'; it has: attention='self'"):
         loss_of(bert(), bert(), batch(), attention="cross")
+    with pytest.raises(ValueError, match="attention='self', tower='vision'; it has: attention='self', tower='language'"):
+        loss_of(bert(), bert(), batch(), tower="vision")
 
 
 # ---- A KL of shards --------------------------------------------------------------------------------------------------

@@ -436,7 +436,7 @@ class AttentionDistiller:
         layers = [layer for layer in capture.layers if (layer.kind, layer.tower) == (self.attention, tower)]
         if not layers:
             asked, *found = (
-                f"attention={kind!r}" + (f", tower={part!r}" if len(towers) > 1 else "")
+                f"attention={kind!r}" + (f", tower={part!r}" if len(towers) > 1 or self.tower else "")
                 for kind, part in (
                     (self.attention, tower),
                     *sorted({(layer.kind, layer.tower) for layer in capture.layers}),

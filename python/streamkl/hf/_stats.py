@@ -25,7 +25,8 @@ class AttentionStats:
     raises a ``ValueError`` that says why.
 
     Keys and rows are tokens of the batch: ``[batch, heads, length]``, 0 for padding. Results of heads are ``[sequences, heads,
-    ...]``: one sequence per row of the batch, or one per packed sequence. ``row_range``, ``key_ranges``, ``chosen_rows`` and
+    ...]``: one sequence per row of the batch, one per packed sequence, or one per chunk of chunked attention; a row of the
+    batch that is all padding has none. ``row_range``, ``key_ranges``, ``chosen_rows`` and
     ``weights`` count the tokens of a sequence without its padding.
 
     Example::
