@@ -124,7 +124,7 @@ def main(arguments=None):
         sys.exit(f"bench/run.py: measuring needs PyTorch and the package streamkl: {error}")
     given, cases = parse(name, question, arguments[1:])
     if given.dry_run:
-        print("\n".join(f"{case.name:36} {case}" for case in cases))
+        print("\n".join(case.name for case in cases))
     else:
         measure(question, given, cases)
 

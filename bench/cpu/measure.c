@@ -282,9 +282,9 @@ static bench_method_result result_of(bench_session *session, int thread_index, b
 static void append_points(bench_report *report, bench_session *session, double waiting_share)
 {
     const bench_tensors *const tensors = &session->tensors;
-    const bool compared = session->baselines[BENCH_IN_PLACE] || session->baselines[BENCH_FRAMEWORK];
-    const double kl_difference = compared ? bench_tensors_kl_difference(tensors) : NAN;
-    const double gradient_difference = compared ? bench_tensors_gradient_difference(tensors) : NAN;
+    double kl_difference = NAN, gradient_difference = NAN;
+    if (session->baselines[BENCH_IN_PLACE] || session->baselines[BENCH_FRAMEWORK])
+        bench_tensors_compare(tensors, &kl_difference, &gradient_difference);
     const double sgemm_flop = 2.0 * SGEMM_SIDE * SGEMM_SIDE * SGEMM_SIDE;
     for (int i = 0; i < report->config.threads.count; i++) {
         const skl_plan *const plan = session->methods[i][BENCH_STREAMING].plan;

@@ -131,27 +131,21 @@ static double larger(double largest, double value)
     return value > largest || isnan(value) ? value : largest;
 }
 
-double bench_tensors_kl_difference(const bench_tensors *tensors)
-{
-    double largest = 0;
-    for (int64_t i = 0; i < tensors->heads * tensors->length; i++)
-        largest = larger(largest, fabs((double)tensors->kl[i] - (double)tensors->baseline_kl[i]));
-    return largest;
-}
-
-static double gradient_difference(const bench_tensors *tensors, const void *streaming, const float *baseline)
+static double difference(const void *ours, skl_dtype type, const float *baseline, int64_t count, bool relative)
 {
     double largest_difference = 0, largest_element = 0;
-    for (int64_t i = 0; i < tensors->heads * tensors->length * tensors->dim; i++) {
-        const double ours = element(streaming, tensors->gradient_type, i);
-        largest_difference = larger(largest_difference, fabs(ours - (double)baseline[i]));
+    for (int64_t i = 0; i < count; i++) {
+        largest_difference = larger(largest_difference, fabs(element(ours, type, i) - (double)baseline[i]));
         largest_element = larger(largest_element, fabs((double)baseline[i]));
     }
-    return largest_element > 0 ? largest_difference / largest_element : largest_difference;
+    return relative && largest_element > 0 ? largest_difference / largest_element : largest_difference;
 }
 
-double bench_tensors_gradient_difference(const bench_tensors *tensors)
+void bench_tensors_compare(const bench_tensors *tensors, double *kl_difference, double *gradient_difference)
 {
-    return larger(gradient_difference(tensors, tensors->dq_s, tensors->baseline_dq_s),
-                  gradient_difference(tensors, tensors->dk_s, tensors->baseline_dk_s));
+    const int64_t rows = tensors->heads * tensors->length, count = rows * tensors->dim;
+    const skl_dtype type = tensors->gradient_type;
+    *kl_difference = difference(tensors->kl, SKL_F32, tensors->baseline_kl, rows, false);
+    *gradient_difference = larger(difference(tensors->dq_s, type, tensors->baseline_dq_s, count, true),
+                                  difference(tensors->dk_s, type, tensors->baseline_dk_s, count, true));
 }

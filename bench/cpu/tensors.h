@@ -25,9 +25,8 @@ typedef struct bench_tensors {
 bool bench_tensors_create(bench_tensors *tensors, const skl_problem *problem);
 void bench_tensors_destroy(bench_tensors *tensors);
 
-/* Streaming compared with the baseline: largest absolute difference of the KLs, and largest difference of the
+/* Streaming compared with the baseline: the largest absolute difference of the KLs, and the largest difference of the
  * gradients relative to the largest element of each tensor. */
-double bench_tensors_kl_difference(const bench_tensors *tensors);
-double bench_tensors_gradient_difference(const bench_tensors *tensors);
+void bench_tensors_compare(const bench_tensors *tensors, double *kl_difference, double *gradient_difference);
 
 #endif

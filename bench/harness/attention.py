@@ -39,13 +39,6 @@ class Shape:
     deterministic: bool = False
     reverse: bool = False
 
-    def __str__(self):
-        """The fields that differ from the base shape."""
-        own = {
-            name: value for name, value in vars(self).items() if value != getattr(type(self), name) and name != "name"
-        }
-        return ", ".join(f"{name}={value}" for name, value in own.items()) or "the base shape"
-
     heads = property(lambda self: self.heads_s)
     key_heads = property(lambda self: self.key_heads_s)
     dim = property(lambda self: self.dim_s)

@@ -141,7 +141,7 @@ class Run:
         except Exception as error:  # of the library or of the GPU
             result = Result(wrong=[f"failed: {refusal_of(error)}"])
         notes, common = [*result.wrong, *result.notes], case_columns(case, columns)
-        print(f"\n{case.name}" + (f": {case}" if str(case) != case.name else ""))
+        print(f"\n{case.name}")
         shown = [column for column in columns if column not in common]
         print("\n".join(table(result.rows, shown) + [f"  {line}" for line in result.lines + notes]))
         sys.stdout.flush()  # a later case may take long

@@ -44,7 +44,11 @@ def cases(given):
 
 
 def case(length, dim, mask, heads, dtype):
-    name, sides, types = f"{mask}, d={dim}, N={length}", (heads, heads, dim) * 2, dict(dtype_t=dtype, dtype_s=dtype)
+    name, sides, types = (
+        f"{mask}, {heads} heads, d={dim}, N={length}, {dtype}",
+        (heads, heads, dim) * 2,
+        dict(dtype_t=dtype, dtype_s=dtype),
+    )
     return Shape(name, *sides, length=length, causal=mask == "causal", **types)
 
 

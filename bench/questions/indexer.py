@@ -56,9 +56,6 @@ class IndexerCase:
     problem: ClassVar[dict] = {}  # fields of the problem besides shapes and masks: a pooled teacher
     pooling = reference.Pooling()
 
-    def __str__(self):
-        return self.name
-
     @property
     def name(self):
         shared = f"/{self.key_heads}" if self.key_heads != self.heads else ""

@@ -68,7 +68,7 @@ def cases(given):
     for length in [max(packed)] if packed else given.lengths:
         for dim in given.dims:
             for mask in ("full", "causal") if given.masks == "both" else (given.masks,):
-                name = f"{mask}, d={dim}, N={'+'.join(map(str, packed)) or length}"
+                name = f"{mask}, {heads[0]}/{heads[1]} heads, d={dim}, N={'+'.join(map(str, packed)) or length}"
                 sides = (*heads, dim) * 2
                 yield Shape(name, *sides, length=length, packed=packed, causal=mask == "causal")
 

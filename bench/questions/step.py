@@ -66,10 +66,6 @@ class Setup:
     layers: int = 2
     checkpointing: bool = False
 
-    def __str__(self):
-        checkpointing = ", checkpointing" if self.checkpointing else ""
-        return f"teacher {self.teacher}, {self.layers} layers{checkpointing}: {', '.join(VARIANTS[self.kind])}"
-
     @property
     def name(self):
         return f"{self.kind}, student {self.student}, N={self.length}"

@@ -34,7 +34,7 @@ LIMITS = {"kl": 1e-5, "dq": 1e-2, "dk": 1e-2}  # dq and dk of the unsplit call a
 
 @dataclass(frozen=True)
 class Case:
-    name: str  # the pass
+    operation: str  # the pass
     layout: str
     ranks: int
     length: int
@@ -43,8 +43,10 @@ class Case:
     dim: int
     mask = "causal"
 
-    def __str__(self):
-        return f"{self.layout}, {self.ranks} ranks, {self.length} tokens, {self.heads}/{self.key_heads} heads of {self.dim}"
+    @property
+    def name(self):
+        heads = f"{self.heads}/{self.key_heads} heads of {self.dim}"
+        return f"{self.operation}, {self.layout}, {self.ranks} ranks, {self.length} tokens, {heads}"
 
 
 def add_options(parser):
@@ -139,9 +141,11 @@ class Split:
 
 def measure(case, run):
     split = Split(case, run.device)
-    steps = split.steps(case.name)
+    steps = split.steps(case.operation)
     errors = split.errors(steps)
-    methods = [Method(place, {case.name: step}) for place, step in {**steps, "ordering": split.ordering()}.items()]
+    methods = [
+        Method(place, {case.operation: step}) for place, step in {**steps, "ordering": split.ordering()}.items()
+    ]
     unsplit, *ranks, _ = methods
 
     def compared(method, name):
@@ -150,7 +154,7 @@ def measure(case, run):
     result = run.time(methods, compared, shuffle=True)
     result.wrong += too_large(errors, LIMITS)
     result.lines.append(f"sums over ranks: {errors_text(errors)}")
-    ms, whole = [rank.ms(case.name) for rank in ranks], unsplit.ms(case.name)
+    ms, whole = [rank.ms(case.operation) for rank in ranks], unsplit.ms(case.operation)
     if all(ms) and whole:
         mean = statistics.mean(ms)
         balance = f"slowest / mean {max(ms) / mean:.3f}, fastest / mean {min(ms) / mean:.3f}"

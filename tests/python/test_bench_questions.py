@@ -45,7 +45,9 @@ def small(**options):
     return Shape("", 4, 2, 32, 4, 2, 32, length=50, **options)
 
 
-@pytest.mark.parametrize("shape", [small(), small(causal=False, packed=(40, 9)), small(batch=2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [small(), small(causal=False, packed=(40, 9)), small(batch=2)], ids=("dense", "packed", "batch")
+)
 def test_our_methods_agree_with_float64(shape):
     calls = prepared_calls(shape, CPU)
     for all_rows in False, True:
