@@ -4,7 +4,7 @@
     bench/charts.py                                  # all of them
     bench/charts.py cpu --results DIR --out FOLDER   # one, from DIR/cpu.csv
 
-The background is transparent and the colours have medium lightness, so that the charts suit light and dark pages.
+The background is transparent and the colors have medium lightness, so that the charts suit light and dark pages.
 """
 
 import argparse
@@ -30,7 +30,7 @@ STYLE = {
     "grid.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
 }  # fmt: skip
 OURS = "StreamKL"
-LINES = {  # {method of peers.csv: (name, colour, line)}; those with -- compute no KL
+LINES = {  # {method of peers.csv: (name, color, line)}; those with -- compute no KL
     "streamkl": (OURS, "#2f81f7", "-"),
     "cudnn": ("cuDNN attention", "#8b949e", "--"),
     "fa2": ("FA2 attention", "#a5793a", "--"),
@@ -39,13 +39,13 @@ LINES = {  # {method of peers.csv: (name, colour, line)}; those with -- compute 
     "eager": ("eager", "#dd4b4b", "-"),
 }
 TWO_PASSES, ONE_PASS = ("forward", "backward"), ("one pass",)
-CPU_LINES = {  # {(method of cpu.csv, passes of a step): (name, colour, line)}
+CPU_LINES = {  # {(method of cpu.csv, passes of a step): (name, color, line)}
     ("streaming", TWO_PASSES): (OURS, "#2f81f7", "-"),
     ("streaming", ONE_PASS): ("one pass", "#2f8f6b", "-"),
     ("in place", TWO_PASSES): ("in place", "#d98324", "-"),
     ("framework", TWO_PASSES): ("framework", "#8b949e", "-"),
 }
-BAR_COLOURS = ("#8b949e", "#2f81f7")
+BAR_COLORS = ("#8b949e", "#2f81f7")
 PEAKS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}  # TFLOP/s of dense bf16 products at the boost clock
 MULTIPLES = [digit * 10.0**power for power in range(-2, 4) for digit in (1, 2, 5)]
 POWERS_OF_4 = [4.0**power for power in range(5, 24)]
@@ -67,8 +67,8 @@ def bar_chart(path, title, note, names, shares):
     figure, axes = plt.subplots(figsize=(8.6, 1.15 + 0.27 * len(names)))
     height = figure.get_figheight()
     figure.subplots_adjust(left=0.31, right=0.97, top=1 - 0.82 / height, bottom=0.35 / height)
-    for offset, colour, (label, bars) in zip((-0.19, 0.19), BAR_COLOURS, shares.items()):
-        axes.barh([index + offset for index in range(len(names))], bars, 0.36, color=colour, label=label)
+    for offset, color, (label, bars) in zip((-0.19, 0.19), BAR_COLORS, shares.items()):
+        axes.barh([index + offset for index in range(len(names))], bars, 0.36, color=color, label=label)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(False, axis="y")
@@ -84,7 +84,7 @@ class Panel:
     """Lines on logarithmic axes over the length, with their names at the ends."""
 
     title: str
-    lines: dict  # {(name, colour, line): {length: value}}
+    lines: dict  # {(name, color, line): {length: value}}
     heights: list  # labels of the vertical axis
     text_of: object  # {height: text}, a function
     crossed: tuple = ()  # names of lines that end with a cross
@@ -105,21 +105,21 @@ class Panel:
             axis.set_minor_locator(NullLocator())
         axes.tick_params(length=0)
         axes.set_title(self.title, fontsize=11, loc="left", color=TEXT)
-        for (name, colour, line), points in lines.items():
+        for (name, color, line), points in lines.items():
             last, width = max(points), 3 if name == OURS else 1.8
-            axes.plot(*zip(*points.items()), line, color=colour, linewidth=width, marker="o", markersize=width + 2)
+            axes.plot(*zip(*points.items()), line, color=color, linewidth=width, marker="o", markersize=width + 2)
             if name in self.crossed:
-                axes.plot(last, points[last], "x", color=colour, markersize=11, markeredgewidth=2.2)
+                axes.plot(last, points[last], "x", color=color, markersize=11, markeredgewidth=2.2)
         self.write_names(axes, lines, 0.055 * math.log(high / low))
 
     def write_names(self, axes, lines, gap):
         """Names that end at one length are at least a gap apart, in the order of their lines."""
         floors = {}
-        for (name, colour, _), points in sorted(lines.items(), key=lambda line: line[1][max(line[1])]):
+        for (name, color, _), points in sorted(lines.items(), key=lambda line: line[1][max(line[1])]):
             last = max(points)
             floors[last] = height = max(math.log(points[last]), floors.get(last, -math.inf) + gap)
             axes.annotate(
-                name, (last, math.exp(height)), xytext=(9, 0), textcoords="offset points", va="center", color=colour,
+                name, (last, math.exp(height)), xytext=(9, 0), textcoords="offset points", va="center", color=color,
                 fontweight="bold" if name == OURS else "normal", annotation_clip=False,
             )  # fmt: skip
 

@@ -85,7 +85,7 @@ class Picture:
         )
 
     def heat_map(self, title, values, height, rows, columns, labels, ticks, apart=0):
-        """`values`: a list of lists of shares; `height` of a row; `ticks` of the colours, at equal steps of their square
+        """`values`: a list of lists of shares; `height` of a row; `ticks` of the colors, at equal steps of their square
         root; the first `apart` columns stand apart."""
         begin, width = self.height + 58, (WIDTH - LEFT - RIGHT) / len(values[0])
         left = [LEFT + x * width + (GAP if x >= apart > 0 else 0) for x in range(len(values[0]))]
@@ -100,10 +100,10 @@ class Picture:
         for x, label in zip(left, labels):
             self.text(x + width / 2, end + 15, label)
         self.text(LEFT + len(left) * width / 2, end + 34, columns)
-        self.colour_bar(begin - 22, ticks)
+        self.color_bar(begin - 22, ticks)
         self.height = end + 44
 
-    def colour_bar(self, y, ticks):
+    def color_bar(self, y, ticks):
         step = 42
         begin = WIDTH - RIGHT - step * (len(ticks) - 1) - 18
         for part in range(8 * (len(ticks) - 1)):

@@ -35,7 +35,7 @@ class Attention(torch.nn.Module):
 
 
 def make_tokens(length, features):
-    """Equal on every process; neighbours resemble each other."""
+    """Equal on every process; neighbors resemble each other."""
     noise = torch.randn(1, features, length, generator=torch.Generator().manual_seed(0))
     smooth = torch.nn.functional.avg_pool1d(noise, 9, stride=1, padding=4)
     return torch.nn.functional.normalize(smooth.transpose(1, 2), dim=-1) * features**0.5

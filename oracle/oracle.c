@@ -184,7 +184,7 @@ static int uses_given_lse(const struct run *run)
 }
 
 /* LSEs that are not those of the outcomes: the teacher's target is divided by its sum. */
-static int is_renormalised(const struct run *run)
+static int is_renormalized(const struct run *run)
 {
     return uses_given_lse(run) || is_pooled(run);
 }
@@ -210,7 +210,7 @@ static void distributions(const struct run *run, const struct row *row)
         for (int64_t j = line; j < line + seen_count; j++) {
             run->log_p_head[j] = minus_lse(run->x[j], run->lses[h]);
             run->log_p_head_rounding[j] =
-                run->x_rounding[j] + lse_rounding(run->lses[h], is_renormalised(run)) + exponential;
+                run->x_rounding[j] + lse_rounding(run->lses[h], is_renormalized(run)) + exponential;
         }
     }
     for (int64_t j = 0; j < seen_count; j++) {
@@ -263,7 +263,7 @@ static real log_z_rounding(const struct run *run, const struct row *row, real lo
 
 /* LSEs and the distributions that follow from them. A given LSE may cover more keys than the visible ones: then the
  * mean of the teacher heads is divided by z, its sum over the visible keys. Returns log z. */
-static real normalise(const struct run *run, const struct row *row)
+static real normalize(const struct run *run, const struct row *row)
 {
     const int use_given = uses_given_lse(run);
     const int64_t seen_count = row->seen_count;
@@ -273,7 +273,7 @@ static real normalise(const struct run *run, const struct row *row)
         run->lses[h] = use_given ? (struct log_sum){run->given_lse_t[row->at_t + h * run->length_q], 0}
                                  : log_sum_exp(run->x + h * run->row_length, seen_count, 1);
     distributions(run, row);
-    if (is_renormalised(run)) {
+    if (is_renormalized(run)) {
         log_z = value_of(log_sum_exp(run->log_p, row->key_count, 1));
         for (int64_t h = 0; h < run->group_size; h++)
             run->lses[h] = as_stored((struct log_sum){run->lses[h].largest, run->lses[h].rest + log_z});
@@ -521,7 +521,7 @@ static void forward_row(const struct run *run, const struct row *row)
     mark_undetermined(run->y, run->y_rounding, count, 1);
     for (int64_t h = 0; h < group_size; h++)
         mark_undetermined(run->x + h * run->row_length, run->x_rounding + h * run->row_length, row->seen_count, 1);
-    const real log_z = normalise(run, row);
+    const real log_z = normalize(run, row);
 
     const struct arguments arguments = arguments_of(run);
     const real kl = divergence(&arguments, count);

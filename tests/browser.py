@@ -8,12 +8,12 @@ import subprocess
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
-# Chooses every option of every selector, then measures. A map is drawn if it has more than one colour.
+# Chooses every option of every selector, then measures. A map is drawn if it has more than one color.
 MEASURE = """<script>onload = () => {
     const all = selector => [...document.querySelectorAll(selector)];
     for (const select of all("select"))
         for (const option of select.options) { select.value = option.value; select.onchange(); }
-    const colours = canvas => {
+    const colors = canvas => {
         const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
         return new Set(new Uint32Array(data.buffer)).size;
     };
@@ -29,7 +29,7 @@ MEASURE = """<script>onload = () => {
     const background = getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number);
     parent.document.documentElement.dataset.found = JSON.stringify({
         width: innerWidth, content: document.documentElement.scrollWidth, sections: all("section").length,
-        maps: all("figure > canvas").length, drawn: all("figure > canvas").every(canvas => colours(canvas) > 1),
+        maps: all("figure > canvas").length, drawn: all("figure > canvas").every(canvas => colors(canvas) > 1),
         charts: all("svg.chart").length, lines: all("svg.chart path").every(path => !path.getAttribute("d").includes("NaN")),
         tables: all("table").length, inside: all("table").every(isInside), dark: background[0] < 128,
         labels: all("svg.chart text").filter(text => !isReadable(text)).map(text => text.textContent),

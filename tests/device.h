@@ -10,7 +10,7 @@
 void device_share(void *pages, size_t size);
 void device_unshare(void *pages);
 
-/* Synchronises with the device. Fails the test if a launch failed. */
+/* Synchronizes with the device. Fails the test if a launch failed. */
 void device_wait(void);
 
 #endif

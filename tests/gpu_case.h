@@ -34,7 +34,7 @@ typedef struct gpu_case {
 void gpu_case_create(gpu_case *g, const skl_problem *problem, const char *kernel, int deterministic);
 void gpu_case_destroy(gpu_case *g);
 
-/* Launches forward and backward, or forward and attention backward, on a stream, and does not synchronise. */
+/* Launches forward and backward, or forward and attention backward, on a stream, and does not synchronize. */
 void gpu_case_launch(const gpu_case *g, skl_stream stream);
 
 /* Copies all results to the host, one after another, and of an attention backward those that have the same bits in

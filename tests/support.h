@@ -39,7 +39,7 @@ int64_t test_environment(const char *name, int64_t fallback);
 /* Prints the seed, sets the filter, runs a group of tests and returns the exit status of main. */
 int test_run(const char *group, const struct CMUnitTest *tests, size_t count);
 
-/* Keeps the tests of this process's part, SKL_TEST_SHARD, and returns their number. Neighbours in the case table are
+/* Keeps the tests of this process's part, SKL_TEST_SHARD, and returns their number. Neighbors in the case table are
  * alike, and take about as long: parts take every n-th. */
 size_t test_shard(struct CMUnitTest *tests, size_t count);
 

@@ -27,7 +27,7 @@ static void assert_converts(const format *f, float value, uint16_t expected)
                  f->to(value), (double)value, f->to(-value), expected);
 }
 
-static void test_every_number_and_its_neighbours(void **state)
+static void test_every_number_and_its_neighbors(void **state)
 {
     (void)state;
     for (size_t t = 0; t < COUNT_OF(formats); t++) {
@@ -72,7 +72,7 @@ static void test_infinities_and_nans(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_every_number_and_its_neighbours),
+        cmocka_unit_test(test_every_number_and_its_neighbors),
         cmocka_unit_test(test_infinities_and_nans),
     };
     return test_run("convert", tests, COUNT_OF(tests));

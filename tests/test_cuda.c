@@ -1,4 +1,4 @@
-/* Behaviour that only a GPU has: streams, graphs, device memory, sticky errors. Run by ./test gpu. */
+/* Behavior that only a GPU has: streams, graphs, device memory, sticky errors. Run by ./test gpu. */
 #define _POSIX_C_SOURCE 200809L /* nanosleep, fork */
 #include "gpu_case.h"
 
@@ -139,7 +139,7 @@ static void test_graph_replay_gives_the_same_bits(void **state)
 
 /* ---- Streams ------------------------------------------------------------------------------------------------ */
 
-/* Blocks a stream until the gate opens. Gives up after 20 s, so that a call that synchronises fails the test instead
+/* Blocks a stream until the gate opens. Gives up after 20 s, so that a call that synchronizes fails the test instead
  * of hanging it. */
 typedef struct gate {
     atomic_int open, gave_up;
@@ -182,7 +182,7 @@ static void check_stream(gpu_case *g)
     assert_cuda(cudaStreamDestroy(stream));
 }
 
-static void test_calls_do_not_synchronise(void **state)
+static void test_calls_do_not_synchronize(void **state)
 {
     (void)state;
     const skl_problem problem = problem_of(SKL_BF16, 1, 4, 513, 64);
@@ -537,7 +537,7 @@ int main(int argc, char **argv)
             return children[n].run();
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_graph_replay_gives_the_same_bits),
-        cmocka_unit_test(test_calls_do_not_synchronise),
+        cmocka_unit_test(test_calls_do_not_synchronize),
         cmocka_unit_test(test_calls_do_not_allocate),
         cmocka_unit_test(test_workspace_does_not_grow_with_length),
         cmocka_unit_test(test_a_thousand_repeats_give_the_same_bits),

@@ -13,7 +13,7 @@
 #include "device.h"
 #include "runner.h"
 
-/* "kernel, variant, 2 splits" per line, equal neighbours once: chunks of an indexer's rows repeat a launch. */
+/* "kernel, variant, 2 splits" per line, equal neighbors once: chunks of an indexer's rows repeat a launch. */
 typedef struct launch_log {
     char text[4096];
     char last[256];

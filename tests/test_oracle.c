@@ -194,7 +194,7 @@ static void test_two_keys_two_teachers(void **state)
 }
 
 /* LSEs over four keys, two of them hidden: the heads put (3/8, 1/8) and (1/4, 1/4) on the visible keys, and P is
- * their normalised sum. The hidden half of a head is constant, so dot_t is the mean of the KL and the plain dot
+ * their normalized sum. The hidden half of a head is constant, so dot_t is the mean of the KL and the plain dot
  * product. */
 static void test_two_keys_wider_lse(void **state)
 {

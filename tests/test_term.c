@@ -109,7 +109,7 @@ static void test_style(void **state)
     assert_true(term_has_blocks(terminal->stream));
     setenv("NO_COLOR", "1", 1);
     assert_string_equal(term_style_for(terminal->stream).bold, "");
-    assert_true(term_has_blocks(terminal->stream)); /* blocks are no colour */
+    assert_true(term_has_blocks(terminal->stream)); /* blocks are no color */
     setenv("NO_COLOR", "", 1);
     assert_string_equal(term_style_for(terminal->stream).bold, "\033[1m");
     setenv("TERM", "dumb", 1);

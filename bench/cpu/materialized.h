@@ -1,5 +1,5 @@
 /* The baseline: attention KL with the N x N matrices in memory. f32, student gradients, one head at a time: BLAS for
- * the matmuls, one fused vectorised pass for the elementwise operations.
+ * the matmuls, one fused vectorized pass for the elementwise operations.
  *
  *     forward    x = scale q_t k_t^T;  y = scale q_s k_s^T;  P, S = softmax;  KL        P and S are saved
  *     backward   G = g (S - P);  dq_s = scale G k_s;  dk_s = scale G^T q_s

@@ -1,4 +1,4 @@
-/* The elementwise operations of the baseline: row softmax with a vectorised exponential, KL, logit gradient. One
+/* The elementwise operations of the baseline: row softmax with a vectorized exponential, KL, logit gradient. One
  * source, compiled for several instruction sets; the benchmark uses the best that the CPU supports. */
 #ifndef STREAMKL_BENCH_CPU_ROW_KERNELS_H
 #define STREAMKL_BENCH_CPU_ROW_KERNELS_H

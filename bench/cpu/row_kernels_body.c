@@ -1,5 +1,5 @@
-/* Compiled once per instruction set; ROW_KERNELS names the instance. The compiler vectorises the loops; clang reports
- * an error for a loop that it cannot vectorise. */
+/* Compiled once per instruction set; ROW_KERNELS names the instance. The compiler vectorizes the loops; clang reports
+ * an error for a loop that it cannot vectorize. */
 #include "bench/cpu/row_kernels.h"
 
 #include <float.h>

@@ -18,7 +18,7 @@ from pathlib import Path
 
 PICTURES = ("course.svg", "needles.svg", "positions.svg")
 SHOWN = ("control", "attention-0.03", "attention-0.1", "first-third-0.1")  # arms with lines in the pictures of one shape
-COLOURS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf")
+COLORS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf")
 
 
 class Study:
@@ -147,11 +147,11 @@ def write_tables(study: Study, page: Path) -> None:
 def draw_course(plt, study: Study, path: Path) -> None:
     found = {key: other for key in study.arms if key[1] == 0 and (other := study.control(key))}
     figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for (key, other), colour in zip(found.items(), COLOURS[1:]):
+    for (key, other), color in zip(found.items(), COLORS[1:]):
         mine, theirs = (study.curves[(*each, "held_out_loss", "student")] for each in (key, other))
         per_step = int(study.arms[key]["tokens"]) / int(study.arms[key]["steps"]) / 1e6
-        panel.plot([at * per_step for at in mine], [mine[at] - theirs[at] for at in mine], "o-", label=key[0], color=colour)
-    panel.axhline(0, color=COLOURS[0])
+        panel.plot([at * per_step for at in mine], [mine[at] - theirs[at] for at in mine], "o-", label=key[0], color=color)
+    panel.axhline(0, color=COLORS[0])
     panel.set(xlabel="tokens, millions", ylabel="held-out loss less that of the control, nats")
     panel.legend(frameon=False, fontsize=8)
     figure.savefig(path)
@@ -166,11 +166,11 @@ def draw_needles(plt, study: Study, path: Path) -> None:
     ):
         lines = [
             (keys[0], "teacher", "teacher", "black"),
-            *((key, "student", key[0], colour) for key, colour in zip(keys, COLOURS)),
+            *((key, "student", key[0], color) for key, color in zip(keys, COLORS)),
         ]
-        for key, role, label, colour in lines:
+        for key, role, label, color in lines:
             points = study.curves[(*key, f"{curve}_{length}", role)]
-            panel.plot(list(points), [100 * value for value in points.values()], "o-", label=label, color=colour)
+            panel.plot(list(points), [100 * value for value in points.values()], "o-", label=label, color=color)
         panel.set(
             title=f"{title}, {length:,} tokens",
             xlabel="depth: 0 is the beginning of the text, 7 its end",
@@ -188,9 +188,9 @@ def draw_positions(plt, study: Study, path: Path) -> None:
         1, 1 + bool(longer), figsize=(5 + 4.5 * bool(longer), 3.6), layout="constrained", squeeze=False
     )
     for panel, many in zip(panels[0], (keys, longer)):
-        for key, colour in zip(many, COLOURS):
+        for key, color in zip(many, COLORS):
             student, teacher = (study.curves[(*key, "loss_position", role)] for role in ("student", "teacher"))
-            panel.plot(list(student), [student[at] - teacher[at] for at in student], "o-", label=key[0], color=colour)
+            panel.plot(list(student), [student[at] - teacher[at] for at in student], "o-", label=key[0], color=color)
         panel.set(
             title=f"{int(study.arms[many[0]]['context']):,} tokens",
             xlabel="position",

@@ -124,8 +124,8 @@ def rows_of_logits(x, y, visible, lse_t, reverse, seen=None, pooling=Pooling()) 
     x, y = torch.where(seen_t, x, -torch.inf), torch.where(visible, y, -torch.inf)
     x_safe, y_safe = torch.where(sees_t[..., None], x, 0.0), torch.where(attending[..., None], y, 0.0)
     own_lse = torch.logsumexp(x_safe, -1)
-    normaliser = own_lse if lse_t is None else torch.where(attending_t, lse_t.to(x.dtype), own_lse)
-    log_p = torch.where(seen_t, x_safe - normaliser[..., None], 0.0).unflatten(0, (heads_s, group_size))
+    normalizer = own_lse if lse_t is None else torch.where(attending_t, lse_t.to(x.dtype), own_lse)
+    log_p = torch.where(seen_t, x_safe - normalizer[..., None], 0.0).unflatten(0, (heads_s, group_size))
     log_p = log_p.amax(1) if pooling.heads == "max" else log_p.logsumexp(1) - math.log(group_size)
     if pooling.pool[1] > 0:
         log_p = torch.where(visible, pooling(torch.where(seen, log_p, -torch.inf), y.shape[-1]), 0.0)
@@ -139,12 +139,12 @@ def rows_of_logits(x, y, visible, lse_t, reverse, seen=None, pooling=Pooling()) 
         return torch.where(attending, torch.where(visible, terms, 0.0).sum(-1), 0.0)
 
     kl, entropy = row_sum(log_a.exp() * (log_a - log_b)), row_sum(-log_a.exp() * log_a)
-    normaliser = normaliser + log_mass.repeat_interleave(group_size, 0)
+    normalizer = normalizer + log_mass.repeat_interleave(group_size, 0)
     return Rows(
         kl,
         kl + entropy,
         entropy,
-        torch.where(attending_t, normaliser, -torch.inf),
+        torch.where(attending_t, normalizer, -torch.inf),
         torch.logsumexp(y, -1),
         torch.where(attending, log_mass.exp(), 0.0),
         torch.where(attending, visible.sum(-1).log() - entropy, 0.0),

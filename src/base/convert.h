@@ -1,5 +1,5 @@
 /* Converts 16-bit floats to and from f32 with integer operations: the same bits on every processor, and loops
- * vectorise. A GPU has an instruction for each, with the same result but for the payload of a NaN. */
+ * vectorize. A GPU has an instruction for each, with the same result but for the payload of a NaN. */
 #ifndef SKL_BASE_CONVERT_H
 #define SKL_BASE_CONVERT_H
 

@@ -150,7 +150,7 @@ def check_another_stream():
     assert torch.equal(loss, expected)
 
 
-def check_no_synchronisation():
+def check_no_synchronization():
     tensors = make_tensors(**BF16, len_q=512, len_k=512)
     packed = make_tensors(packed=True, device="cuda")
     cu_q, cu_k = (torch.tensor(bounds, dtype=torch.int32).cuda() for bounds in ([0, 5, 19], [0, 9, 23]))
@@ -502,7 +502,7 @@ def check_indexer_lse_of_more_keys():
 
 
 def check_indexer_keys_out_of_range():
-    """A GPU ignores such indices, because a check would synchronise; the CPU refuses them."""
+    """A GPU ignores such indices, because a check would synchronize; the CPU refuses them."""
     indexer = make_indexer(**INDEXER_BF16, top_k=9)
     for wrong in -2, 150, 2**31 - 1, -(2**31):
         invalid, ignored = indexer.indices.clone(), indexer.indices.clone()

@@ -399,7 +399,7 @@ def _from_weights(models, inputs, kind):
 
 @contextmanager
 def _sink_weights(model):
-    """Models return weights without that of the sink, some of them normalised without it: its weight comes last here."""
+    """Models return weights without that of the sink, some of them normalized without it: its weight comes last here."""
     modeling = sys.modules[type(model).__module__]
     own = getattr(modeling, "eager_attention_forward", None)
 

@@ -101,7 +101,7 @@ def plain(path, sizes, options, **more):
     return _make(transformers.Trainer, arguments(path, **sizes), options, train_dataset=dataset(), **more)
 
 
-def unlabelled(path, sizes, options, **more):
+def unlabeled(path, sizes, options, **more):
     data = [{name: each[name] for name in ("input_ids", "attention_mask")} for each in dataset()]
     return _make(transformers.Trainer, arguments(path, **sizes), options, train_dataset=data, **more)
 
@@ -183,7 +183,7 @@ def _make(kind, config, options, teacher_name="teacher", **more):
 
 
 TRAINERS = dict(
-    plain=plain, unlabelled=unlabelled, sft=sft, sft_packing=sft_packing, sft_padding_free=sft_padding_free, sft_label_smoothing=sft_label_smoothing, gkd=gkd, dpo=dpo,
+    plain=plain, unlabeled=unlabeled, sft=sft, sft_packing=sft_packing, sft_padding_free=sft_padding_free, sft_label_smoothing=sft_label_smoothing, gkd=gkd, dpo=dpo,
     distillation=distillation,
 )  # fmt: skip
 

@@ -337,7 +337,7 @@ def test_student_of_all_layers_and_heads_is_the_teacher(folder):
 
 @pytest.mark.parametrize("how", ["mean", "pick"])
 def test_heads_of_the_student(folder, how):
-    """Of 4 heads and 2 key heads, 2 and 1 are left: means of neighbours, whose outputs add up, or the first of them."""
+    """Of 4 heads and 2 key heads, 2 and 1 are left: means of neighbors, whose outputs add up, or the first of them."""
     options = dict(steps=1, rate=0.0, student_layers=1, init_layers=2, init_heads=how, needles=0, eval_sequences=1)
     assert run(folder, how, **options) == 0
     teacher, student = LlamaForCausalLM.from_pretrained(folder / "teacher").state_dict(), weights(folder / how)
@@ -711,7 +711,7 @@ def test_tokens_that_the_teacher_does_not_know(folder, tmp_path, capsys):
         ("steps = true", "steps=True: must be int"),
         ("layer-map = 3", "layer-map=3: must be a list of int"),
         ("precision = 'int8'", "must be float32 or bfloat16"),
-        ("colour = 3", "colour: is no option"),
+        ("color = 3", "color: is no option"),
         ("steps =", "options.toml: "),
     ],
 )

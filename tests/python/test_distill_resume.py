@@ -69,7 +69,7 @@ def test_resumes_with_the_same_bits(folder, monkeypatch, step):
 
 
 def test_weights_without_a_gradient(tmp_path, monkeypatch):
-    """The pooler of a BERT is no part of the loss, and the optimiser has no state of it."""
+    """The pooler of a BERT is no part of the loss, and the optimizer has no state of it."""
     make_teacher(tmp_path, bert)
     assert run(tmp_path, "whole", **FAST) == 0
     with monkeypatch.context() as patched, pytest.raises(Killed):

@@ -142,7 +142,7 @@ def test_a_larger_vocabulary_of_the_student():
             distiller.loss()
 
 
-# ---- Attention that is not modelled --------------------------------------------------------------------------------
+# ---- Attention that is not modeled --------------------------------------------------------------------------------
 
 
 def test_position_bias_is_refused():

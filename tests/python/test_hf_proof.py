@@ -26,7 +26,7 @@ def _bias(module, query, key, value, mask, **kwargs):
     return sdpa_attention_forward(module, query, key, value, mask + 0.1 * distance.clamp(max=0), **kwargs)
 
 
-def _unmodelled_mask(module, query, key, value, mask, **kwargs):
+def _unmodeled_mask(module, query, key, value, mask, **kwargs):
     return sdpa_attention_forward(module, query, key, value, 0 * mask, **kwargs)
 
 
@@ -69,7 +69,7 @@ def _other_value_heads(module, query, key, value, mask, **kwargs):
 
 ODD = {
     "a position bias": (llama, _bias, "adds a bias to the logits, or reads other"),
-    "an unmodelled mask": (llama, _unmodelled_mask, "it attends to all keys"),
+    "an unmodeled mask": (llama, _unmodeled_mask, "it attends to all keys"),
     "a wider window": (lambda: gemma2(window=5), _wider_window, "its window is one key wider"),
     "a narrower window": (lambda: gemma2(window=5), _narrower_window, "its window is one key narrower"),
     "wrong chunks": (llama4, _chunks_of_three, "reads other"),

@@ -128,4 +128,4 @@ def test_pictures_are_of_the_weights(monkeypatch, tmp_path):
             share = others[(apart >= begin) & (apart < end)].sum().item() / 40
             assert float(row[f"from {begin}"]) == pytest.approx(share, abs=1e-4)
     attention_pictures.draw(rows, tmp_path)
-    assert (tmp_path / "distance.svg").read_text().count('class="cell"') == 2 * 8 + 32  # 2 layers, and the colour bar
+    assert (tmp_path / "distance.svg").read_text().count('class="cell"') == 2 * 8 + 32  # 2 layers, and the color bar

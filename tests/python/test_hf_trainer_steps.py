@@ -10,7 +10,7 @@ from cases import LONG
 from hf_trainer_cases import TRAINERS, check, run_step
 
 SCRIPT = Path(__file__).parent / "hf_trainer_cases.py"
-OTHERS = [name for name in TRAINERS if name not in ("plain", "unlabelled")]
+OTHERS = [name for name in TRAINERS if name not in ("plain", "unlabeled")]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 8])
@@ -22,7 +22,7 @@ def test_trainer(tmp_path, rows, accumulate):
 
 @pytest.mark.parametrize("accumulate", [1, 2, 8])
 def test_without_labels(tmp_path, accumulate):
-    check(*run_step(tmp_path, "unlabelled", accumulate))
+    check(*run_step(tmp_path, "unlabeled", accumulate))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 8] if LONG else [2])

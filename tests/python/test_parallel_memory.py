@@ -34,7 +34,7 @@ class LonelyRing(_ring.Ring):
         self.group, self.layout, self.rank, self.next, self.previous = None, Layout("zigzag", WORLD), 1, 2, 0
 
 
-class Arrived(_ring._Travelling):
+class Arrived(_ring._Traveling):
     def send(self, tensors):
         self.sent, self.received = tensors, [tensor.clone() for tensor in tensors]
 
@@ -48,7 +48,7 @@ def without_groups(monkeypatch, operators):
 
 @pytest.fixture
 def in_a_ring(monkeypatch):
-    monkeypatch.setattr(_ring, "_Travelling", Arrived)
+    monkeypatch.setattr(_ring, "_Traveling", Arrived)
     without_groups(monkeypatch, LonelyRing())
 
 

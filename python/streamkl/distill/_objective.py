@@ -101,11 +101,9 @@ class Objective(torch.nn.Module):
             labels = next_tokens(ids) if labels is None else labels
             length = ids.shape[1] * self.ranks  # tokens of a sequence; the last one predicts nothing
             weights = (self.weights.get("output", 0.0), self.weights.get("language", 0.0))
-            labelled = ids.numel() * (length - 1) / length
+            labeled = ids.numel() * (length - 1) / length
             compared = hidden_t if "output" in self.weights else None
-            total, *both = output_losses(
-                outputs_t.head, outputs_s.head, compared, hidden_s, labels, weights, labelled
-            )
+            total, *both = output_losses(outputs_t.head, outputs_s.head, compared, hidden_s, labels, weights, labeled)
             losses |= {name: loss for name, loss in zip(("output", "language"), both) if name in self.weights}
         if states_s is not None and states_t is not None:
             pairs = [(state, states_t[j + 1]) for state, j in zip(states_s[1:], self._layers)]

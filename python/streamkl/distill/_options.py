@@ -50,7 +50,7 @@ class Options:
     init_layers: list[int] = _option(
         (), "teacher layers that its layers start from; default: evenly spread", int, many=True
     )
-    init_heads: str = _option("mean", "its heads start as the mean of neighbouring teacher heads, or pick the first of them",
+    init_heads: str = _option("mean", "its heads start as the mean of neighboring teacher heads, or pick the first of them",
                               choices=("mean", "pick"))  # fmt: skip
     tokenizer: str = _option("", "the tokenizer, the same way; default: the teacher's", affects=False)
     out: str = _option("distilled", "folder for checkpoint, model, report and logs", affects=False)
@@ -73,7 +73,7 @@ class Options:
         0, "tokens per sequence of the first steps, doubled up to --context; 0: --context from the start", int
     )
 
-    steps: int = _option(1000, "optimiser steps; with --resume, more steps extend a run", affects=False)
+    steps: int = _option(1000, "optimizer steps; with --resume, more steps extend a run", affects=False)
     batch: int = _option(1, "sequences per process and micro-batch")
     accumulate: int = _option(1, "micro-batches per step")
     rate: float = _option(3e-4, "peak learning rate: linear warm-up, then cosine decay to a tenth")
@@ -83,7 +83,7 @@ class Options:
     seed: int = _option(0, "seed of the data order, of sampled rows and of dropout")
     precision: str = _option(
         "float32",
-        "type of computations and of the teacher's weights; the student's and the optimiser stay in float32",
+        "type of computations and of the teacher's weights; the student's and the optimizer stay in float32",
         choices=("float32", "bfloat16"),
     )
     gradient_checkpointing: bool = _option(
@@ -91,7 +91,7 @@ class Options:
     )
 
     shard: bool = _option(
-        False, "FSDP2: share weights, gradients and optimiser state among the processes", affects=False
+        False, "FSDP2: share weights, gradients and optimizer state among the processes", affects=False
     )
 
     context_parallel: int = _option(1, "processes that share every sequence, zigzag", affects=False)
@@ -106,7 +106,7 @@ class Options:
                              choices=("forward", "reverse"))  # fmt: skip
     layer_map: list[int] = _option((), "teacher layer that each student layer learns from; default: evenly spread", int,
                                    many=True)  # fmt: skip
-    head_map: list[int] = _option((), "teacher head of each student head; default: the mean of neighbouring heads", int,
+    head_map: list[int] = _option((), "teacher head of each student head; default: the mean of neighboring heads", int,
                                   many=True)  # fmt: skip
     relations: list[str] = _option(("qk",), "what the attention KL compares: qk, the attention, or the relations qq, kk and vv of "
                                    "MiniLMv2", str, many=True, choices=("qk", "qq", "kk", "vv"))  # fmt: skip

@@ -34,15 +34,15 @@ def _row_losses(
     row = tl.program_id(0).to(tl.int64)
     row_s, row_t, row_dy = logits_s + row * stride_s, logits_t + row * stride_t, dy + row * stride_dy
     label = tl.load(labels + row)
-    is_labelled = label != -100
+    is_labeled = label != -100
     # Read before the barriers of the first pass: the second one may overwrite the student's logits.
-    at_label = tl.load(row_s + tl.where(is_labelled, label, 0)).to(tl.float32)
+    at_label = tl.load(row_s + tl.where(is_labeled, label, 0)).to(tl.float32)
     lse_s = _lse(row_s, VOCABULARY, BLOCK)
     lse_t = lse_s
     if HAS_TEACHER:
         lse_t = _lse(row_t, VOCABULARY, BLOCK)
 
-    w_label = tl.where(is_labelled, w_language, 0.0)
+    w_label = tl.where(is_labeled, w_language, 0.0)
     kl = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, VOCABULARY, BLOCK):
         token = begin + tl.arange(0, BLOCK)
@@ -56,7 +56,7 @@ def _row_losses(
             gradient += w_output * (tl.exp(y) - p)
         tl.store(row_dy + token, gradient.to(dy.dtype.element_ty), mask=seen)
     tl.store(output + row, tl.sum(kl, 0))
-    tl.store(language + row, tl.where(is_labelled, lse_s - at_label, 0.0))
+    tl.store(language + row, tl.where(is_labeled, lse_s - at_label, 0.0))
 
 
 @triton.jit

@@ -19,16 +19,16 @@ FUSED_LOGITS = 1 << 28  # numbers in a chunk of the fused kernel: 512 MiB of bf1
 
 def output_losses(
     head_t: Any, head_s: Any, hidden_t: torch.Tensor | None, hidden_s: torch.Tensor, labels: torch.Tensor,
-    weights: tuple[float, float], labelled: float,
+    weights: tuple[float, float], labeled: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(weighted sum, output KL, language loss): means over all tokens, and over `labelled` tokens. The sum has the gradient.
+    """(weighted sum, output KL, language loss): means over all tokens, and over `labeled` tokens. The sum has the gradient.
 
     `weights` are those of the output KL and of the language loss. A head is a Linear, or Identity for hidden states that
     are logits. A token without a label has -100.
     """
     is_linear = isinstance(head_s, torch.nn.Linear)
     weight, bias = (head_s.weight, head_s.bias) if is_linear else (None, None)
-    return _Losses.apply(hidden_s, weight, bias, head_t, hidden_t, labels, weights, labelled)
+    return _Losses.apply(hidden_s, weight, bias, head_t, hidden_t, labels, weights, labeled)
 
 
 def row_losses(head_t, head_s, hidden_t, hidden_s, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -55,8 +55,8 @@ class _Losses(torch.autograd.Function):
     """Losses whose gradients exist before the backward begins."""
 
     @staticmethod
-    def forward(ctx, hidden_s, weight, bias, head_t, hidden_t, labels, weights, labelled):
-        w_output, w_language = weights[0] / labels.numel(), weights[1] / labelled
+    def forward(ctx, hidden_s, weight, bias, head_t, hidden_t, labels, weights, labeled):
+        w_output, w_language = weights[0] / labels.numel(), weights[1] / labeled
         needs = ctx.needs_input_grad
         output, language = (torch.zeros((), device=hidden_s.device) for _ in range(2))
         parts_h = []
@@ -82,7 +82,7 @@ class _Losses(torch.autograd.Function):
         ctx.save_for_backward(
             dhidden, *(None if each is None else each.to(weight.dtype) for each in (dweight, dbias))
         )
-        output, language = output / labels.numel(), language / labelled
+        output, language = output / labels.numel(), language / labeled
         ctx.mark_non_differentiable(output, language)
         return weights[0] * output + weights[1] * language, output, language
 

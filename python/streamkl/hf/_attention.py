@@ -20,7 +20,7 @@ from .._sdpa import as_autocast, sdpa_with_lse
 from ._context import active_region
 
 # Arguments of an attention function that change its distribution and are not modeled; see _layers.py for the messages.
-UNMODELLED = ("position_bias", "indices", "block_indices", "cache")
+UNMODELED = ("position_bias", "indices", "block_indices", "cache")
 
 
 class Probe(NamedTuple):
@@ -101,7 +101,7 @@ def record_attention(recorder, implementation: str, module, query, key, value, a
     return answer
 
 
-_OPTIONS = ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", *UNMODELLED)
+_OPTIONS = ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", *UNMODELED)
 
 
 def _run_own(implementation, module, query, key, value, attention_mask, *args, **kwargs):
@@ -179,7 +179,7 @@ def _why_apart(recorder, implementation, module, query, key, value, args, kwargs
         return f"attention dropout of {kwargs['dropout']:g}"
     if key.shape != value.shape:
         return f"heads of {value.shape[-1]} values and {key.shape[-1]} keys"
-    given = [name for name in ("softcap", "s_aux", *UNMODELLED) if kwargs.get(name) is not None]
+    given = [name for name in ("softcap", "s_aux", *UNMODELED) if kwargs.get(name) is not None]
     return f"the attention takes {given[0] if given else 'more arguments'}" if given or args else None
 
 

@@ -99,11 +99,11 @@ class Ring:
         asked = shards.asked.gradients
         wanted_keys = [place for place, bit in _KEYS.items() if asked & bit]
         sums: dict[int, torch.Tensor] = {}
-        travelling = _Travelling(self)
+        traveling = _Traveling(self)
         for called, lengths in self._visits(shards):
             made = per_tensor(streamkl.backward(*called, *rows, *lengths, *shards.options), asked, None)
             del called
-            arrived = travelling.wait()
+            arrived = traveling.wait()
             for place in [place for place, gradient in enumerate(made) if gradient is not None]:
                 gradient, made[place] = made[place], None  # frees each gradient when it has been added
                 if place in wanted_keys:
@@ -112,8 +112,8 @@ class Ring:
                 else:
                     sums[place] = sums[place].add_(gradient) if place in sums else gradient
                 del gradient
-            travelling.send([sums[place] for place in wanted_keys])
-        for place, gradient in zip(wanted_keys, travelling.wait()):  # the last step brings them home
+            traveling.send([sums[place] for place in wanted_keys])
+        for place, gradient in zip(wanted_keys, traveling.wait()):  # the last step brings them home
             sums[place] = shards.length_back(gradient)
         stays_f32 = one_pass and rounds_later(asked, shards.dtypes)
         return [sums[place] if stays_f32 else sums[place].to(shards.dtypes[place]) for place in sorted(sums)]
@@ -126,11 +126,11 @@ class Ring:
         """(tensors, lengths) with the keys of each rank, starting with this one. The caller deletes the tensors."""
         q_t, k_t, q_s, k_s, w_s, *sinks, _ = shards.tensors
         keys = [shards.length_first(key).contiguous() for key in (k_t, k_s)]
-        travelling = _Travelling(self)
+        traveling = _Traveling(self)
         for step in range(self.layout.world):
             source = (self.rank - step) % self.layout.world
             if step + 1 < self.layout.world:
-                travelling.send(keys)
+                traveling.send(keys)
             here_t, here_s = map(shards.length_back, keys)
             yield (
                 (q_t, here_t, q_s, here_s, w_s, *sinks, shards.indices_of_shard(source)),
@@ -138,7 +138,7 @@ class Ring:
             )
             del here_t, here_s
             if step + 1 < self.layout.world:
-                keys = travelling.wait()
+                keys = traveling.wait()
 
 
 def _with_sink(lse: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _needs_lse_t(shards: Shards) -> bool:
     return w_s is not None or q_t.shape[shards.heads_dim] != q_s.shape[shards.heads_dim]
 
 
-class _Travelling:
+class _Traveling:
     """Tensors on their way to the next rank, while those of the previous rank arrive."""
 
     def __init__(self, ring: Ring) -> None:

@@ -146,8 +146,8 @@ static void finish_rows(const tile *t)
         for (int64_t h = 0; h < t->group_size; h++) {
             float *const lse = t->lse_t + h * t->height + i;
             /* The sum over visible keys renormalizes LSEs that cover more keys. */
-            const bool renormalise = skl_has_teacher_groups(t->task->problem) && lse_t != -INFINITY;
-            *lse = renormalise ? *lse + lse_t : lse_t;
+            const bool renormalize = skl_has_teacher_groups(t->task->problem) && lse_t != -INFINITY;
+            *lse = renormalize ? *lse + lse_t : lse_t;
             skl_row_set(&rows->lse_t, &t->sequence, t->head * t->group_size + h, t->first + i, *lse);
         }
     }

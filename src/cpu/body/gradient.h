@@ -47,7 +47,7 @@ static lane_range lanes_with_gradient(const tile *t, int64_t row, const key_tile
     return lanes;
 }
 
-/* Gradients of one vector of rows. The compiler specialises on the const flags. Returns false and changes no state if
+/* Gradients of one vector of rows. The compiler specializes on the const flags. Returns false and changes no state if
  * a logit of -inf needs the general variant. */
 SKL_INLINE bool gradient_lanes(const tile *t, int64_t row, int64_t column, const argument *a, const argument *b,
                                int32_t key_count, const lane_range *lanes, const lane_range *with_gradient,

@@ -76,7 +76,7 @@ static void store_rows_from(void *to, skl_dtype dtype, int64_t offset, int64_t s
 {
     for (int64_t i = 0; i < count; i++, from += from_stride) {
         const int64_t row = offset + i * stride;
-        if (dtype == SKL_BF16) /* a loop that vectorises */
+        if (dtype == SKL_BF16) /* a loop that vectorizes */
             for (int64_t c = 0; c < dim; c++)
                 ((uint16_t *)to)[row + c] = skl_to_bf16(from[c]);
         else
