@@ -24,7 +24,7 @@ static const time_t stale_age = 3600;
 typedef struct new_file {
     struct new_file *next;
     int index;                      /* in the list */
-    int fd;                         /* -1: closed */
+    int fd;                         /* open while it is written */
     int lock;                       /* a second descriptor, which keeps the lock after fd is closed; -1: none */
     bool existed, saved, committed; /* `path` existed; `backup` is a link to it; `path` is the new file */
     char *path, *temporary, *backup;
@@ -224,7 +224,6 @@ static bool create_temporary(new_file *file)
             return true;
         }
         close(file->fd);
-        file->fd = -1;
         errno = EEXIST;
     }
     return false;
@@ -265,7 +264,7 @@ static new_file *add_file(const char *path)
     check_target(path);
     const size_t path_size = strlen(path) + 1, name_size = (size_t)directory_length(path) + NAME_SIZE;
     new_file *const file = cli_allocate_zeros(1, sizeof *file + path_size + 2 * name_size, path);
-    file->fd = file->lock = -1;
+    file->lock = -1;
     file->path = file->names;
     file->temporary = file->path + path_size;
     file->backup = file->temporary + name_size;
@@ -305,7 +304,6 @@ void file_write_parts(const char *path, const file_part *parts, size_t count)
     written = written && fsync(file->fd) == 0;
     const int reason = errno;
     const bool closed = close(file->fd) == 0; /* network file systems report a full disk here */
-    file->fd = -1;
     if (!written || !closed)
         cli_fail(CLI_WRITE_FAILED, "%s: cannot write: %s", path, strerror(written ? errno : reason));
 }
@@ -392,8 +390,6 @@ void file_write_abandon(void)
 {
     for (new_file *file = outputs.first; file;) {
         new_file *const next = file->next;
-        if (file->fd >= 0)
-            close(file->fd);
         if (!file->committed)
             unlink(file->temporary);
         if (file->saved)
