@@ -380,6 +380,7 @@ class AttentionDistiller:
             )
         if not self.student.has_run:
             raise RuntimeError("AttentionDistiller: the student has not run since the last loss()")
+        self._check_region(self.student)  # first: a region that ends changes the inputs back in place
         if not self.teacher.has_run:
             run_teacher(self.teacher, self.student)
         elif self.check_input:
@@ -388,12 +389,7 @@ class AttentionDistiller:
             raise RuntimeError(
                 "AttentionDistiller: the compiled teacher ran in training mode: call teacher.eval() before"
             )
-        has_group = self._asked_parallel.context_group is not None
-        if not has_group and not self.teacher.step.region == self.student.step.region == active_region():
-            raise RuntimeError(
-                "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass "
-                "parallel=streamkl.Parallel(context_group=...)"
-            )
+        self._check_region(self.teacher)
         self.teacher.is_split = self.student.is_split = self.parallel() is not None
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
         if not self.student.is_split:
@@ -425,6 +421,14 @@ class AttentionDistiller:
             for i, many in chosen.items()
             for j in many
         }
+
+    def _check_region(self, ran: Capture) -> None:
+        """Without a group of the caller, a model must have run in the context-parallel region that is active now, if any."""
+        if self._asked_parallel.context_group is None and ran.step.region != active_region():
+            raise RuntimeError(
+                "AttentionDistiller: run both models, uncompiled, and loss() inside one context-parallel region, or pass "
+                "parallel=streamkl.Parallel(context_group=...)"
+            )
 
     def parallel(self) -> Parallel | None:
         """The groups of attention_kl, if the student ran on shards of its sequences."""
