@@ -70,7 +70,7 @@ static const char doc[] =
     "Environment:\n"
     "  STREAMKL_THREADS  CPU threads if --threads is not given\n"
     "  STREAMKL_KERNEL   kernel if --kernel is not given\n"
-    "  NO_COLOR          disables colour";
+    "  NO_COLOR          disables color";
 
 static void print_version(FILE *stream, struct argp_state *state)
 {

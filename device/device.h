@@ -12,7 +12,7 @@
 
 /* ---- Device ------------------------------------------------------------------------------------------------- */
 
-/* Initialises a GPU for this thread. Call it first, after a plan for the device was created. */
+/* Initializes a GPU for this thread. Call it first, after a plan for the device was created. */
 skl_status device_open(skl_device device, int32_t index);
 
 /* "NVIDIA H200"; "" for the CPU. */
@@ -33,7 +33,7 @@ typedef struct device_timer {
 } device_timer;
 
 skl_status device_timer_start(device_timer *timer, skl_device device);
-skl_status device_timer_stop(device_timer *timer, double *seconds); /* synchronises */
+skl_status device_timer_stop(device_timer *timer, double *seconds); /* synchronizes */
 
 /* The text of skl_plan_explain(), one line per launch; the caller frees it. `inputs` are those of the call, in device
  * memory, or NULL for aligned, contiguous tensors. On failure returns NULL, and device_error() or, if that is empty,
@@ -83,7 +83,7 @@ skl_status mirror_call(mirror *tensors, skl_inputs *inputs, skl_rows *rows, skl_
  * rows. */
 skl_status mirror_stats(mirror *tensors, skl_inputs *inputs, skl_stats *stats);
 
-/* Synchronises, and copies the outputs since the last fetch to the host. */
+/* Synchronizes, and copies the outputs since the last fetch to the host. */
 skl_status mirror_fetch(mirror *tensors);
 
 /* ---- Machine and process ------------------------------------------------------------------------------------- */

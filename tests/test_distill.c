@@ -171,7 +171,7 @@ static void run_open(distill_run *run, skl_direction direction, int64_t context)
     *run = (distill_run){.request = &request, .initial_student = layer_zeros(student)};
     task_create(&run->task, &task, 1);
     attention_pair_open(&run->pair, &task, student, direction, &request.options, 1);
-    layer_randomise(&run->initial_student, 5);
+    layer_randomize(&run->initial_student, 5);
     run->student = student_of(&run->initial_student);
 }
 
@@ -267,7 +267,7 @@ static void check_slope(distill_run *run, const sequence *tokens)
     const layer_shape shape = run->student.weights.shape;
     const double step = 1e-3;
     layer along = layer_zeros(shape), moved = layer_zeros(shape);
-    layer_randomise(&along, 11);
+    layer_randomize(&along, 11);
     double ends[2], slope = 0;
     for (int end = 0; end < 2; end++) {
         const float h = (float)(end ? step : -step);

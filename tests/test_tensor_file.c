@@ -255,7 +255,7 @@ static const struct {
     {"{'descr': '<f4', 'shape': ()}", 4, "fortran_order is missing from the header"},
     {"{'descr': '<f4', 'fortran_order': False}", 4, "shape is missing from the header"},
     {"{'descr': '<f4', 'descr': '<f4'}", 4, "descr is given twice"},
-    {"{'descr': '<f4', 'colour': 'red'}", 4, "header key 'colour': must be 'descr', 'fortran_order' or 'shape'"},
+    {"{'descr': '<f4', 'color': 'red'}", 4, "header key 'color': must be 'descr', 'fortran_order' or 'shape'"},
     {"{'descr' '<f4'}", 4, "header byte 9, ''<f4'}': must be ':'"},
     {"{'descr': '<f4' 'shape': ()}", 4, "header byte 16, ''shape': ()}': must be ',' or '}'"},
     {"{'descr': '<f8'}", 4, "descr '<f8': must be '<f4' or '<f2'"},

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The palette of a picture, less two colours for what surrounds it. */
-enum { COLOURS = 254, PAPER = 254, INK = 255 };
+/* The palette of a picture, less two colors for what surrounds it. */
+enum { COLORS = 254, PAPER = 254, INK = 255 };
 enum { LETTER_ZOOM = 2, LETTER_STEP = LETTER_ZOOM * (GLYPH_WIDTH + 1), TICK = 5, GAP = 6 };
 enum { BAR_GAP = 20, BAR_WIDTH = 18 };
 
@@ -16,11 +16,11 @@ typedef struct canvas {
     int64_t width, height;
 } canvas;
 
-static void fill(canvas *on, int64_t x, int64_t y, int64_t width, int64_t height, uint8_t colour)
+static void fill(canvas *on, int64_t x, int64_t y, int64_t width, int64_t height, uint8_t color)
 {
     for (int64_t row = y < 0 ? 0 : y; row < y + height && row < on->height; row++)
         for (int64_t column = x < 0 ? 0 : x; column < x + width && column < on->width; column++)
-            on->pixels[row * on->width + column] = colour;
+            on->pixels[row * on->width + column] = color;
 }
 
 static void draw_letter(canvas *on, int64_t x, int64_t y, const uint8_t glyph[GLYPH_HEIGHT])
@@ -44,9 +44,9 @@ static void draw_text(canvas *on, int64_t x, int64_t y, const char *text)
             draw_letter(on, x, y, glyphs[(unsigned char)*text]);
 }
 
-static uint8_t colour_of(const figure *drawn, double value)
+static uint8_t color_of(const figure *drawn, double value)
 {
-    return (uint8_t)(palette_index(drawn->palette, value, drawn->top) * (COLOURS - 1) / 255);
+    return (uint8_t)(palette_index(drawn->palette, value, drawn->top) * (COLORS - 1) / 255);
 }
 
 static void draw_map(canvas *on, const figure *drawn, int zoom)
@@ -54,7 +54,7 @@ static void draw_map(canvas *on, const figure *drawn, int zoom)
     for (int64_t row = 0; row < drawn->rows; row++)
         for (int64_t column = 0; column < drawn->columns; column++)
             fill(on, FIGURE_LEFT + column * zoom, FIGURE_TOP + row * zoom, zoom, zoom,
-                 colour_of(drawn, drawn->values[row * drawn->columns + column]));
+                 color_of(drawn, drawn->values[row * drawn->columns + column]));
 }
 
 /* Positions of tokens, at equal distances. Short axes have room for two. */
@@ -80,7 +80,7 @@ static void draw_axes(canvas *on, const figure *drawn, int64_t width, int64_t he
               "key");
 }
 
-/* Colours follow the square root of a value; see palette_index. */
+/* Colors follow the square root of a value; see palette_index. */
 static void draw_bar(canvas *on, const figure *drawn, int64_t map_width, int64_t height)
 {
     enum { TICKS = 4 };
@@ -88,7 +88,7 @@ static void draw_bar(canvas *on, const figure *drawn, int64_t map_width, int64_t
     const bool is_signed = drawn->palette == PALETTE_SIGNED;
     for (int64_t y = 0; y < height; y++)
         fill(on, x, FIGURE_TOP + y, BAR_WIDTH, 1,
-             (uint8_t)((height - 1 - y) * (COLOURS - 1) / (height > 1 ? height - 1 : 1)));
+             (uint8_t)((height - 1 - y) * (COLORS - 1) / (height > 1 ? height - 1 : 1)));
     for (int tick = 0; tick <= TICKS; tick++) {
         const double share = (double)tick / TICKS, side = is_signed ? 2 * share - 1 : share;
         char text[32];
@@ -123,9 +123,9 @@ bool figure_png(FILE *file, const figure *drawn)
     draw_text(&on, FIGURE_LEFT, GAP, drawn->title);
 
     rgb palette[256];
-    const rgb *const colours = palette_of(drawn->palette);
-    for (int c = 0; c < COLOURS; c++)
-        palette[c] = colours[c * 255 / (COLOURS - 1)];
+    const rgb *const colors = palette_of(drawn->palette);
+    for (int c = 0; c < COLORS; c++)
+        palette[c] = colors[c * 255 / (COLORS - 1)];
     palette[PAPER] = (rgb){255, 255, 255};
     palette[INK] = (rgb){32, 36, 44};
     png_image image = {.version = PNG_IMAGE_VERSION,

@@ -3,10 +3,10 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Equidistant colours; the palette interpolates between them. */
+/* Equidistant colors; the palette interpolates between them. */
 typedef struct palette_anchors {
     int count;
-    rgb colours[9];
+    rgb colors[9];
 } palette_anchors;
 
 static const palette_anchors anchors[] = {
@@ -26,7 +26,7 @@ static void fill_palette(rgb *palette, const palette_anchors *from)
     for (int c = 0; c < 256; c++) {
         const double at = (double)c / 255 * (from->count - 1);
         const int left = at < from->count - 1 ? (int)at : from->count - 2;
-        const rgb a = from->colours[left], b = from->colours[left + 1];
+        const rgb a = from->colors[left], b = from->colors[left + 1];
         const double share = at - left;
         palette[c] =
             (rgb){between(a.red, b.red, share), between(a.green, b.green, share), between(a.blue, b.blue, share)};

@@ -1,4 +1,4 @@
-/* Pictures and pages: maps in colour, as PNG, and the page of every report. */
+/* Pictures and pages: maps in color, as PNG, and the page of every report. */
 #ifndef STREAMKL_VIEW_VIEW_H
 #define STREAMKL_VIEW_VIEW_H
 
@@ -14,10 +14,10 @@ typedef struct rgb {
 
 typedef enum palette_kind {
     PALETTE_SHARE, /* from dark to light, with monotonic brightness */
-    PALETTE_SIGNED /* dark in the middle, blue below, orange above: safe for colour-blind readers */
+    PALETTE_SIGNED /* dark in the middle, blue below, orange above: safe for color-blind readers */
 } palette_kind;
 
-const rgb *palette_of(palette_kind kind); /* 256 colours */
+const rgb *palette_of(palette_kind kind); /* 256 colors */
 
 /* The palette index of a value: proportional to sqrt(value / top), so that faint keys stay visible next to bright
  * ones. PALETTE_SIGNED has 0 in the middle. */
@@ -29,14 +29,14 @@ double picture_top(const double *values, int64_t count);
 /* The 99th percentile of the magnitudes: a scale that a few bright cells do not dominate. */
 double picture_bright(const double *values, int64_t count);
 
-/* ---- A map as a PNG: title, axes in tokens, and a colour bar with numbers ------------------------------------- */
+/* ---- A map as a PNG: title, axes in tokens, and a color bar with numbers ------------------------------------- */
 
 typedef struct figure {
     const char *title; /* of the letters that view/glyphs.h has; others are left blank */
     palette_kind palette;
     const double *values; /* [rows, columns], at least one */
     int64_t rows, columns;
-    double top; /* the value of the brightest colour */
+    double top; /* the value of the brightest color */
     int64_t len_q, len_k;
 } figure;
 

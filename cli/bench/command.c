@@ -12,7 +12,7 @@
 #include <stdlib.h>
 
 static const char doc[] =
-    "Compare streaming with a baseline that materializes the N x N matrices (BLAS sgemm and a vectorised "
+    "Compare streaming with a baseline that materializes the N x N matrices (BLAS sgemm and a vectorized "
     "softmax): forward, backward (student gradients), and both in one pass. All methods are sampled in the same "
     "rounds on the same inputs, on this CPU. bench/run.py of the sources measures GPUs and indexers."
     "\vThe baseline runs in two variants: \"framework\" allocates a new buffer for every result and frees it "

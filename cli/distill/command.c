@@ -116,7 +116,7 @@ static void open_run(distill_run *run)
     task_create(&run->task, &task, threads);
     attention_pair_open(&run->pair, &task, student, s->direction, options, threads);
     run->initial_student = layer_zeros(student);
-    layer_randomise(&run->initial_student, random_stream(task.seed, STREAM_INITIAL_STUDENT, 0));
+    layer_randomize(&run->initial_student, random_stream(task.seed, STREAM_INITIAL_STUDENT, 0));
     run->student = student_of(&run->initial_student);
     double **const histories[] = {&run->history.loss, &run->history.evaluation_step, &run->history.evaluation_kl};
     for (size_t h = 0; h < sizeof histories / sizeof histories[0]; h++)

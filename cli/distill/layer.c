@@ -73,7 +73,7 @@ layer layer_zeros(layer_shape shape)
     return (layer){shape, block, block + count / 2};
 }
 
-void layer_randomise(layer *weights, uint64_t seed)
+void layer_randomize(layer *weights, uint64_t seed)
 {
     const float spread = 1 / sqrtf((float)weights->shape.width);
     uint64_t state = seed;

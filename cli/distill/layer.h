@@ -31,7 +31,7 @@ int64_t layer_count(const layer_shape *shape); /* elements of w_q and w_k togeth
 layer layer_zeros(layer_shape shape); /* the caller frees w_q */
 
 /* Variance 1 / width: hidden states of variance 1 then have q and k of variance 1. */
-void layer_randomise(layer *weights, uint64_t seed);
+void layer_randomize(layer *weights, uint64_t seed);
 
 /* q, k [context, heads * dim] of hidden states [context, width]. */
 void layer_project(const layer *weights, const float *hidden, int64_t context, float *q, float *k, int threads);

@@ -57,7 +57,7 @@ static double dot(const float *a, const float *b, int64_t count)
     return sum;
 }
 
-static void normalise(float *vector, int64_t count, double length)
+static void normalize(float *vector, int64_t count, double length)
 {
     const float scale = (float)(length / sqrt(dot(vector, vector, count)));
     for (int64_t i = 0; i < count; i++)
@@ -77,7 +77,7 @@ static void random_rotation(float *vectors, int64_t rows, int64_t columns, uint6
             for (int64_t i = 0; i < columns; i++)
                 vector[i] -= overlap * other[i];
         }
-        normalise(vector, columns, 1);
+        normalize(vector, columns, 1);
     }
 }
 
@@ -166,7 +166,7 @@ static void random_code(float *code, int64_t count, uint64_t *state)
 {
     for (int64_t c = 0; c < count; c++)
         code[c] = random_normal(state);
-    normalise(code, count, sqrt((double)count));
+    normalize(code, count, sqrt((double)count));
 }
 
 static float random_fraction(uint64_t *state)
@@ -203,7 +203,7 @@ static void add_distractor(float *parts, const float *needle, uint64_t *state)
     const float overlap = (float)(dot(other, needle, CODE) / CODE);
     for (int c = 0; c < CODE; c++)
         other[c] -= overlap * needle[c];
-    normalise(other, CODE, sqrt(CODE));
+    normalize(other, CODE, sqrt(CODE));
     for (int c = 0; c < CODE; c++)
         parts[PART_DEFINED + c] =
             distractor_cosine * needle[c] + sqrtf(1 - distractor_cosine * distractor_cosine) * other[c];

@@ -8,7 +8,7 @@
  *     filler        neither
  *
  * In addition every token has the code of the topic of its segment, and noise. Codes are drawn for each sequence, so
- * they cannot be memorised: the student can only learn where to attend. The teacher has heads of two kinds. Retrieval
+ * they cannot be memorized: the student can only learn where to attend. The teacher has heads of two kinds. Retrieval
  * heads attend from a reference to its definition, and from every other token to the first token, the sink. Topic
  * heads attend to all tokens of the same topic. */
 #ifndef STREAMKL_CLI_DISTILL_TASK_H

@@ -11,7 +11,7 @@
 static const char magic[] = "\x93NUMPY";
 enum { MAGIC_SIZE = sizeof magic - 1, VERSION_SIZE = 2 };
 
-bool npy_recognise(const tensor_file *file)
+bool npy_recognize(const tensor_file *file)
 {
     return file->size >= MAGIC_SIZE && memcmp(file->bytes, magic, MAGIC_SIZE) == 0;
 }

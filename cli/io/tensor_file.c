@@ -16,7 +16,7 @@ typedef struct aligned_copy {
 /* The content decides, not the name of the file. */
 static void parse(tensor_file *file)
 {
-    (npy_recognise(file) ? npy_parse : safetensors_parse)(file);
+    (npy_recognize(file) ? npy_parse : safetensors_parse)(file);
 }
 
 void tensor_file_parse(tensor_file *file, const void *bytes, size_t size, const char *path)

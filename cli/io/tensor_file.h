@@ -82,7 +82,7 @@ shape_text shape_print(const int64_t *shape, int rank);
 /* ---- The formats --------------------------------------------------------------------------------------------- */
 
 /* Set the members from `header` on. tensor_file_close() frees them, even after a failure. */
-bool npy_recognise(const tensor_file *file);
+bool npy_recognize(const tensor_file *file);
 void npy_parse(tensor_file *file);
 void safetensors_parse(tensor_file *file);
 

@@ -58,7 +58,7 @@ static void open_argument(kl_file *file, const char *argument)
                  "cu_seqlens_k, w_s, indices, key_begin, key_end, sink_t or sink_s",
                  argument, (int)(equals - argument), argument);
     tensor_file_open(&file->contents, file->path);
-    if (file->role == ROLE_ANY && npy_recognise(&file->contents))
+    if (file->role == ROLE_ANY && npy_recognize(&file->contents))
         cli_fail(CLI_BAD_INPUT, "%s: an array in an .npy file has no name; give its role, for example q_t=%s",
                  file->path, file->path);
 }

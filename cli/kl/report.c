@@ -163,7 +163,7 @@ typedef struct head_summary {
     int64_t rows, largest_row;
 } head_summary;
 
-static head_summary summarise_head(const kl_results *results, const skl_problem *problem, int64_t head)
+static head_summary summarize_head(const kl_results *results, const skl_problem *problem, int64_t head)
 {
     head_summary summary = {0, 0, 0, -1};
     const int64_t length = kl_row_length(problem);
@@ -192,7 +192,7 @@ static void print_heads(const kl_results *results, const skl_problem *problem)
     const int64_t lines = problem->heads_s < MOST_LINES ? problem->heads_s : MOST_LINES;
     printf("\n%s  %8s %14s %14s %12s%s\n", style.dim, "head", "mean", "max", "at query", style.plain);
     for (int64_t head = 0; head < lines; head++) {
-        const head_summary summary = summarise_head(results, problem, head);
+        const head_summary summary = summarize_head(results, problem, head);
         if (summary.rows == 0) {
             printf("  %8" PRId64 " %14s\n", head, "no visible key");
             continue;

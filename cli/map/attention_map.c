@@ -116,7 +116,7 @@ static void teacher_lse(const map_work *work, const skl_plan *plan, const skl_pr
     inputs->lse_t = skl_input_contiguous(work->device_lse_t, heads, rows, 1);
 }
 
-/* Normalises a state by the LSEs of its row, in base 2. With m_a = lse_a and m_b = lse_b its sums become
+/* Normalizes a state by the LSEs of its row, in base 2. With m_a = lse_a and m_b = lse_b its sums become
  *
  *     l_a = sum_j A_j     l_b = sum_j B_j     w = sum_j A_j (log2 A_j - log2 B_j)
  *

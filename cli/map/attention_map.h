@@ -31,7 +31,7 @@ void attention_map_free(attention_map *map);
 /* Replaces the first head of p, s or kl by the mean over heads. */
 void attention_map_mean(const attention_map *map, double *picture);
 
-/* Maps on a terminal: coloured half blocks if the terminal supports them, otherwise a ramp of characters. */
+/* Maps on a terminal: colored half blocks if the terminal supports them, otherwise a ramp of characters. */
 void map_print(FILE *stream, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top);
 
 #endif

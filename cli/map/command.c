@@ -93,7 +93,7 @@ static int64_t cells_of(const attention_map *map)
 }
 
 /* The scale of a picture, as in the report of `streamkl distill`: a few bright cells do not darken the rest. P and S
- * share one, so that equal colours mean equal attention. */
+ * share one, so that equal colors mean equal attention. */
 static double top_of(const attention_map *shown, const map_picture *picture)
 {
     const double *const values = picture->palette == PALETTE_SIGNED ? values_of(shown, picture) : shown->p;
@@ -139,7 +139,7 @@ static void print_maps(const map_request *request, const attention_map *map, con
             const double top = top_of(shown, &pictures[p]);
             printf("\n  %s%s%s", style.bold, pictures[p].title, style.plain);
             print_head(request, map, head);
-            printf("; colours up to %.3g\n", top);
+            printf("; colors up to %.3g\n", top);
             map_print(stdout, pictures[p].palette, values_of(shown, &pictures[p]) + head * cells_of(shown),
                       shown->rows, shown->columns, top);
         }

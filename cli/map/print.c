@@ -3,10 +3,10 @@
 
 #include <math.h>
 
-static void print_colour(FILE *stream, int ground, rgb colour)
+static void print_color(FILE *stream, int ground, rgb color)
 {
-    enum { TRUE_COLOUR = 2 };
-    fprintf(stream, "\033[%d;%d;%d;%d;%dm", ground, TRUE_COLOUR, colour.red, colour.green, colour.blue);
+    enum { TRUE_COLOR = 2 };
+    fprintf(stream, "\033[%d;%d;%d;%d;%dm", ground, TRUE_COLOR, color.red, color.green, color.blue);
 }
 
 /* Two rows of values per line: half blocks with the upper row as foreground and the lower row as background. */
@@ -19,9 +19,9 @@ static void print_blocks(FILE *stream, palette_kind kind, const double *values, 
         fputs("  ", stream);
         for (int64_t column = 0; column < columns; column++) {
             const double *const upper = &values[row * columns + column];
-            print_colour(stream, FOREGROUND, palette[palette_index(kind, *upper, top)]);
+            print_color(stream, FOREGROUND, palette[palette_index(kind, *upper, top)]);
             if (row + 1 < rows)
-                print_colour(stream, BACKGROUND, palette[palette_index(kind, upper[columns], top)]);
+                print_color(stream, BACKGROUND, palette[palette_index(kind, upper[columns], top)]);
             fputs("▀", stream);
         }
         fputs("\033[0m\n", stream);
@@ -52,8 +52,8 @@ static void print_characters(FILE *stream, palette_kind kind, const double *valu
 
 void map_print(FILE *stream, palette_kind kind, const double *values, int64_t rows, int64_t columns, double top)
 {
-    const bool coloured = term_style_for(stream).plain[0] != '\0';
-    if (coloured && term_has_blocks(stream))
+    const bool colored = term_style_for(stream).plain[0] != '\0';
+    if (colored && term_has_blocks(stream))
         print_blocks(stream, kind, values, rows, columns, top);
     else
         print_characters(stream, kind, values, rows, columns, top);

@@ -17,10 +17,10 @@ static bool is_capable_terminal(FILE *stream)
 term_style term_style_for(FILE *stream)
 {
     static const term_style plain = {"", "", "", "", "", ""};
-    static const term_style coloured = {"\033[1m", "\033[2m", "\033[32m", "\033[31m", "\033[36m", "\033[0m"};
+    static const term_style colored = {"\033[1m", "\033[2m", "\033[32m", "\033[31m", "\033[36m", "\033[0m"};
     const char *no_color = getenv("NO_COLOR"); /* https://no-color.org: any non-empty value */
     const bool refused = no_color && no_color[0];
-    return is_capable_terminal(stream) && !refused ? coloured : plain;
+    return is_capable_terminal(stream) && !refused ? colored : plain;
 }
 
 bool term_has_blocks(FILE *stream)

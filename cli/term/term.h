@@ -1,4 +1,4 @@
-/* Terminal output: colour, block characters and a progress line, if the terminal supports them. */
+/* Terminal output: color, block characters and a progress line, if the terminal supports them. */
 #ifndef STREAMKL_CLI_TERM_TERM_H
 #define STREAMKL_CLI_TERM_TERM_H
 

@@ -1,4 +1,4 @@
-"""Help, version, colour, man pages, and the commands other than kl."""
+"""Help, version, color, man pages, and the commands other than kl."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_table_of_kl(pair):
     assert "KL(student || teacher)" in run("kl", pair, "--direction", "reverse").stdout
 
 
-def test_colour_and_blocks_only_on_a_terminal(pair):
+def test_color_and_blocks_only_on_a_terminal(pair):
     """tests/test_term.c has every setting."""
     assert "█" in run_on_terminal("kl", pair) and "\x1b[" in run_on_terminal("kl", pair, LC_ALL="C")
     assert "▀" in run_on_terminal("map", pair, "--buckets", "7")

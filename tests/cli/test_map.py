@@ -137,7 +137,7 @@ def test_files(tmp_path, pair):
     mean = maps["p"][1].mean(0)
     assert cells.flat[mean.argmax()] == cells.max()
     ordered = cells.flatten()[mean.flatten().argsort()]
-    assert (np.diff(ordered) >= -2).all()  # brighter where there is more attention; colours are whole numbers
+    assert (np.diff(ordered) >= -2).all()  # brighter where there is more attention; colors are whole numbers
     assert run("map", pair, "--head", "all", "--png", tmp_path / "each").returncode == 0
     assert (tmp_path / "each-h1-s.png").exists()
 
@@ -151,7 +151,7 @@ def test_size_of_pictures(tmp_path, len_q, len_k):
 
 
 def test_one_bright_cell_does_not_darken_a_picture(tmp_path):
-    """Colours end at the 99th percentile of the teacher: the first query attends to one key alone, the others to many."""
+    """Colors end at the 99th percentile of the teacher: the first query attends to one key alone, the others to many."""
     tensors = make_tensors(batch=1, heads_t=1, heads_s=1, len_q=256, len_k=256)
     tensors = {name: 0 * each for name, each in tensors.items()}
     path = save(tmp_path / "flat.safetensors", tensors)
@@ -164,8 +164,8 @@ def test_one_bright_cell_does_not_darken_a_picture(tmp_path):
     assert cells[0, 0] == cells[p >= bright].max() == cells[p >= bright].min()
 
 
-def test_axes_and_colour_bar(tmp_path):
-    """Left of the map are the positions of queries, below those of keys, on the right a bar of all colours with numbers."""
+def test_axes_and_color_bar(tmp_path):
+    """Left of the map are the positions of queries, below those of keys, on the right a bar of all colors with numbers."""
     path = save(tmp_path / "small.safetensors", make_tensors(len_q=64, len_k=64))
     assert run("map", path, "--buckets", 8, "--png", tmp_path / "map").returncode == 0
     picture = decode_png((tmp_path / "map-p.png").read_bytes())
@@ -194,8 +194,8 @@ def decode_png(content):
         size, kind = struct.unpack(">I4s", content[at : at + 8])
         chunks[kind] = content[at + 8 : at + 8 + size]
         at += 12 + size
-    width, height, depth, colour = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
-    assert (kind, depth, colour) == (b"IEND", 8, 3)
+    width, height, depth, color = struct.unpack(">IIBB", chunks[b"IHDR"][:10])
+    assert (kind, depth, color) == (b"IEND", 8, 3)
     lines = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
     assert not lines[:, 0].any()
     return np.frombuffer(chunks[b"PLTE"], np.uint8).reshape(256, 3)[lines[:, 1:]]

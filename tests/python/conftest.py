@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 # The tests of models need both packages.
 if not all(importlib.util.find_spec(name) for name in ("transformers", "accelerate")):
-    collect_ignore_glob = ["test_architectures.py", "test_distil*.py", "test_guides.py", "test_hf*.py"]
+    collect_ignore_glob = ["test_architectures.py", "test_distill*.py", "test_guides.py", "test_hf*.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from streamkl.distill import _data as data
 from streamkl.distill import _device as devices
 from streamkl.distill import _loop as loop
-from streamkl.distill import cli, distil
+from streamkl.distill import cli, distill
 from streamkl.distill._checkpoint import to_json
 from streamkl.distill._evaluate import _heads_of, retrieval_scores
 from streamkl.distill._logs import Log
@@ -594,7 +594,7 @@ def test_a_fault_of_the_program_is_no_mistake_of_the_user(monkeypatch):
     def fail(_):
         raise ValueError("a fault")
 
-    monkeypatch.setattr(cli, "_distil", fail)
+    monkeypatch.setattr(cli, "_distill", fail)
     with pytest.raises(ValueError, match="a fault"):
         main([])
 
@@ -675,7 +675,7 @@ def test_heads_of_a_head_map():
 
 
 def test_the_package_has_the_function_of_the_command():
-    assert distil is loop.distil
+    assert distill is loop.distill
 
 
 def test_numbers_that_json_does_not_have():

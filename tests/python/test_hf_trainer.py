@@ -128,10 +128,10 @@ def test_options_are_checked(tmp_path):
 
 
 def test_example(tmp_path, monkeypatch):
-    from examples import distil_trainer
+    from examples import distill_trainer
 
     monkeypatch.chdir(tmp_path)
-    history = distil_trainer.main().state.log_history
+    history = distill_trainer.main().state.log_history
     values = [entry["attention_kl"] for entry in history if "attention_kl" in entry]
     assert len(values) == 4 and values[-1] < values[0]
     assert "eval_attention_kl" in history[-1]

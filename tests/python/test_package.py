@@ -81,8 +81,8 @@ def test_missing_library():
     assert "ImportError: streamkl: /nowhere/libstreamkl.so cannot be loaded" in answer.stderr
 
 
-@pytest.mark.parametrize("example", ["distil_loop", "packed_sequences"])
+@pytest.mark.parametrize("example", ["distill_loop", "packed_sequences"])
 def test_examples(example, capsys):
     runpy.run_path(str(ROOT / f"examples/{example}.py"), run_name="__main__")
     values = [float(value) for value in re.findall(r"attention KL ([\d.]+)", capsys.readouterr().out)]
-    assert example != "distil_loop" or values[-1] < values[0] / 2
+    assert example != "distill_loop" or values[-1] < values[0] / 2

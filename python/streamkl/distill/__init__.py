@@ -1,10 +1,10 @@
-"""streamkl-distill: distils a Hugging Face model in one command, and shows what the student has learnt.
+"""streamkl-distill: distills a Hugging Face model in one command, and shows what the student has learnt.
 
     streamkl-distill --teacher DIR --student-layers 8 --student-heads 16 --data text/*.txt --context 32768 --out DIR
     streamkl-distill eval --teacher DIR --student DIR --data text/held-out.txt --out DIR
 
 Options      everything that a run can be told, as on the command line and in a TOML file
-distil       trains a student, evaluates it and writes model, report and model card
+distill       trains a student, evaluates it and writes model, report and model card
 evaluate     the attention KL of two models on held-out data, retrieval, language loss and maps
 """
 
@@ -14,9 +14,9 @@ from ._options import Options, UserError
 
 if TYPE_CHECKING:
     from ._evaluate import Evaluation, evaluate
-    from ._loop import distil
+    from ._loop import distill
 
-__all__ = ["Evaluation", "Options", "UserError", "distil", "evaluate"]
+__all__ = ["Evaluation", "Options", "UserError", "distill", "evaluate"]
 
 
 def __getattr__(name: str):
@@ -25,8 +25,8 @@ def __getattr__(name: str):
         from . import _evaluate
 
         return getattr(_evaluate, name)
-    if name == "distil":
-        from ._loop import distil
+    if name == "distill":
+        from ._loop import distill
 
-        return distil
+        return distill
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

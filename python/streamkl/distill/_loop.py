@@ -40,7 +40,7 @@ class Diverged(Exception):
     """Loss or gradient of a step is not finite. The weights are those before the step."""
 
 
-def distil(options: Options) -> Path:
+def distill(options: Options) -> Path:
     """Trains a student as the options say. Returns the folder with the model, the report and the checkpoint."""
     options.check()
     with _Interrupts() as interrupts:
@@ -255,7 +255,7 @@ class Run:
         options = self.options
         log = Log(options, [*self.history, *map(_held_out, self.measured)], self.accelerator)
         with self.objective.attached(), log, tqdm(
-            total=options.steps, initial=self.step, desc="distil", disable=not self._is_main, unit="step", dynamic_ncols=True
+            total=options.steps, initial=self.step, desc="distill", disable=not self._is_main, unit="step", dynamic_ncols=True
         ) as bar:  # fmt: skip
             while self.step < options.steps:
                 entry = self.advance()

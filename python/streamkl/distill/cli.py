@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given[:1] == ["eval"]:
             return _evaluate(given[1:])
-        return _distil(given)
+        return _distill(given)
     except UserError as error:
         print(f"streamkl-distill: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -45,19 +45,19 @@ def _is_refusal(error: BaseException) -> bool:
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("streamkl.hf.")
 
 
-def _distil(given: list[str]) -> int:
+def _distill(given: list[str]) -> int:
     parser = Parser(
         prog="streamkl-distill", allow_abbrev=False,
-        description="Distils a Hugging Face model into a smaller one that attends where its teacher attends, and reports what "
+        description="Distills a Hugging Face model into a smaller one that attends where its teacher attends, and reports what "
         "the student has learnt. `streamkl-distill eval --help` compares two models without training.",
     )  # fmt: skip
     add_arguments(parser)
     options = options_from(parser.parse_args(given)).check()
     _check_packages()
-    from ._loop import Stopped, distil  # transformers takes seconds: mistakes are found before
+    from ._loop import Stopped, distill  # transformers takes seconds: mistakes are found before
 
     try:
-        out = distil(options)
+        out = distill(options)
     except Stopped as stopped:
         print(f"streamkl-distill: {stopped}", file=sys.stderr)
         return INTERRUPTED

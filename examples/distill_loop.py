@@ -1,8 +1,8 @@
 """Attention distillation in a plain training loop: one line of loss.
 
-    python examples/distil_loop.py
+    python examples/distill_loop.py
 
-Teacher and student are small transformers. For Hugging Face models see distil_trainer.py.
+Teacher and student are small transformers. For Hugging Face models see distill_trainer.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Attention distillation with Hugging Face's Trainer.
 
-    python examples/distil_trainer.py
+    python examples/distill_trainer.py
 
 The logs contain attention_kl, evaluation reports eval_attention_kl. For TRL's trainers, write for example
 `class DistillingSFTTrainer(DistillationMixin, SFTTrainer): ...`.

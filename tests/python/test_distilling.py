@@ -48,7 +48,7 @@ def held_out_kl(distiller, student, batches):
     return sum(losses) / len(losses)
 
 
-def distil(teacher, student, training, held_out, steps, rate):
+def distill(teacher, student, training, held_out, steps, rate):
     """Returns the held-out attention KL before and after training."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=rate)
     with AttentionDistiller(teacher, student) as distiller:
@@ -77,7 +77,7 @@ def test_minilm():
         torch.testing.assert_close(distiller.loss(), equal_to, rtol=1e-4, atol=1e-6)
 
     steps, factor = (600, 4.0) if LONG else (30, 1.5)
-    before, after = distil(teacher, student, training, held_out, steps, rate=1e-3)
+    before, after = distill(teacher, student, training, held_out, steps, rate=1e-3)
     print(
         f"attention KL on held-out text after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less"
     )
@@ -91,7 +91,7 @@ def test_random_teacher(make):
     steps, factor = (800, 2.0) if LONG else (100, 1.5)
     tokens = torch.randint(0, 20, (steps + 8, 8, 24))
     batches = [dict(input_ids=ids, attention_mask=torch.ones_like(ids)) for ids in tokens]
-    before, after = distil(teacher, student, batches[8:], batches[:8], steps, rate=3e-3)
+    before, after = distill(teacher, student, batches[8:], batches[:8], steps, rate=3e-3)
     print(
         f"attention KL on held-out tokens after {steps} steps: {before:.4f} -> {after:.4f}, {before / after:.1f} times less"
     )
