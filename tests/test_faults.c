@@ -352,8 +352,8 @@ static const test_case many_heads[] = {
 };
 
 static const test_case many_rows[] = {
-    {"keys", SHAPE(1, 3, 40001), HEADS(1, 1), DIMS(2, 2)},
     {"queries", SHAPE(1, 40001, 3), HEADS(1, 1), DIMS(2, 2)},
+    {"keys", SHAPE(1, 3, 40001), HEADS(1, 1), DIMS(2, 2)},
     {"window", SHAPE(1, 40001, 40001), HEADS(1, 1), DIMS(2, 2), WINDOW(2, 0)},
     {"tails", PACKED(3, LENGTHS(0, 0, 0, 0), LENGTHS(0, 0, 0, 0)), SMALL, TAILS(300, 500)}, /* a rank of padding */
 };
@@ -579,7 +579,7 @@ int main(void)
         TRIALS(the_last_head_of_a_group_sees_a_key, partly_hidden, .prepare = hide_key_from_two_heads,
                .check = check_oracle, .only_cpu = 1),
         TRIALS(more_than_65535_batches_and_heads, many_heads, WITH_ORACLE, .best_on_cpu = 1, .sample = 3),
-        TRIALS(more_than_32768_rows_and_none, many_rows, WITH_ORACLE),
+        TRIALS(more_than_32768_rows_and_none, many_rows, WITH_ORACLE, .best_on_cpu = 1, .sample = 3),
         TRIALS(mass_next_to_a_sink_counts, mass_next_to_a_sink, .check = check_mass_next_to_a_sink, .only_cpu = 1),
         TRIALS(only_sinks_have_mass, only_sinks, .check = check_only_sinks_have_mass, .only_cpu = 1),
         TRIALS(sinks_at_minus_infinity, absent_sinks, .every_type = 1, .check = check_absent_sinks),
