@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..hf import AttentionDistiller
+from ..hf._adapters import eval_mode
 from ..hf._compare import compare_captured
 from ..hf._stats import stats_of_layer
 from ._data import Sequences
@@ -93,8 +94,6 @@ def evaluate(
     `context` is entered around forwards, for autocast; `inside` runs a function inside the module that wraps the
     student.
     """
-    was_training = student.training
-    student.eval()
     count = min(options.eval_sequences, len(held_out))
     batches = {
         length: needle_batches(held_out, length, options.needles, options.seed)
@@ -103,23 +102,21 @@ def evaluate(
     }
     total, done = count + sum(map(len, batches.values())), 0
     outputs, device = inside(lambda: (Outputs(teacher), Outputs(student))), student.device
-    try:
-        with context(), AttentionDistiller(teacher, student, **options.distiller(), **_sinks(teacher)) as distiller:
-            sums = _Sums(options)
-            for index in range(count):
-                ids = held_out.batch([index]).to(device)
-                inside(partial(sums.add, distiller, outputs, ids))
+    distiller_options = {**options.distiller(), **_sinks(teacher)}
+    with eval_mode(student), context(), AttentionDistiller(teacher, student, **distiller_options) as distiller:
+        sums = _Sums(options)
+        for index in range(count):
+            ids = held_out.batch([index]).to(device)
+            inside(partial(sums.add, distiller, outputs, ids))
+            progress(done := done + 1, total)
+        result = sums.result(count)
+        for length, parts in batches.items():
+            retrieval = Retrieval()
+            for batch in parts:
+                inside(partial(_retrieve, retrieval, distiller, outputs, batch))
                 progress(done := done + 1, total)
-            result = sums.result(count)
-            for length, parts in batches.items():
-                retrieval = Retrieval()
-                for batch in parts:
-                    inside(partial(_retrieve, retrieval, distiller, outputs, batch))
-                    progress(done := done + 1, total)
-                if parts:
-                    result.retrieval.append(retrieval.result(length, _has_answers(outputs)))
-    finally:
-        student.train(was_training)
+            if parts:
+                result.retrieval.append(retrieval.result(length, _has_answers(outputs)))
     return result
 
 

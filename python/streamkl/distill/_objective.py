@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..hf import AttentionDistiller
+from ..hf._adapters import eval_mode
 from ..hf._maps import nearest_layer
 from ._fast import rounded_weights
 from ._options import Options, UserError
@@ -159,12 +160,11 @@ class Outputs:
 @torch.no_grad()
 def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
     """Whether the logits are the head's output for the last hidden states: not for models that scale or cap them."""
-    was_training = model.training
     # Several tokens: the embedding of padding, often token 0, may be 0, and so are its logits then, whatever the model does.
     ids = torch.arange(8, device=model.device)[None] % model.get_input_embeddings().num_embeddings
-    logits = model.eval()(input_ids=ids).logits
-    plain = head(model.base_model(input_ids=ids).last_hidden_state)
-    model.train(was_training)
+    with eval_mode(model):
+        logits = model(input_ids=ids).logits
+        plain = head(model.base_model(input_ids=ids).last_hidden_state)
     return logits.shape == plain.shape and bool(torch.allclose(logits, plain, rtol=1e-3, atol=1e-4))
 
 

@@ -35,12 +35,18 @@ def restore_modes(modes: dict[torch.nn.Module, bool]) -> None:
 
 
 @contextmanager
-def base_model(adapted: Any) -> Iterator[None]:
-    """Inside this context a PEFT model is its base model, in eval mode."""
-    modes = modes_of(adapted)
-    adapted.eval()
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Inside this context a model is in eval mode. Each of its modules has its own mode again afterwards."""
+    modes = modes_of(model)
+    model.eval()
     try:
-        with adapted.disable_adapter():
-            yield
+        yield
     finally:
         restore_modes(modes)
+
+
+@contextmanager
+def base_model(adapted: Any) -> Iterator[None]:
+    """Inside this context a PEFT model is its base model, in eval mode."""
+    with eval_mode(adapted), adapted.disable_adapter():
+        yield

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..maps import AttentionMap, attention_map
-from ._adapters import modes_of, restore_modes
+from ._adapters import eval_mode
 from ._capture import Capture
 from ._distiller import AttentionDistiller
 from ._layers import Layer
@@ -170,14 +170,9 @@ def compare(
         buckets: ``(rows, columns)`` of attention maps; default: no maps.
         options: ``layer_map``, ``head_map``, ``direction``, ``attention``, ``tower``, ``sinks``, ``verify`` of :class:`AttentionDistiller`.
     """
-    modes = modes_of(student)
-    student.eval()
-    try:
-        with AttentionDistiller(teacher, student, **options) as distiller:
-            student(**batch)
-            return compare_captured(distiller, buckets)
-    finally:
-        restore_modes(modes)
+    with eval_mode(student), AttentionDistiller(teacher, student, **options) as distiller:
+        student(**batch)
+        return compare_captured(distiller, buckets)
 
 
 def compare_captured(distiller: AttentionDistiller, buckets: tuple[int, int] | None = None) -> Comparison:
