@@ -134,7 +134,7 @@ static void explain_problem(const info_request *request)
 typedef struct device_report {
     skl_device device;
     int usable;
-    char kernel[256]; /* or why it cannot be used */
+    char kernel[256]; /* its name, or why it cannot be used */
     int32_t threads;
 } device_report;
 

@@ -54,7 +54,7 @@ static skl_status map_tensor(mirror *tensors, const char *name, void **address, 
 
 /* A tensor of heads, or an array without strides, which has no heads. */
 typedef struct call_tensor {
-    void *address; /* of an skl_input, an skl_output or a pointer to elements: all begin with that pointer */
+    void *address; /* an skl_input, an skl_output or a pointer to elements: all begin with that pointer */
     const char *name;
     int64_t heads, rows, dim;
     size_t element_size;

@@ -23,7 +23,7 @@ void __wrap_cli_fail(int exit_code, const char *format, ...)
     va_start(arguments, format);
     vsnprintf(caught.text, sizeof caught.text, format, arguments);
     va_end(arguments);
-    printable_make(caught.text); /* as in the tool */
+    printable_make(caught.text); /* the tool does the same */
     longjmp(caught.where, 1);
 }
 

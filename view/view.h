@@ -32,7 +32,7 @@ double picture_bright(const double *values, int64_t count);
 /* ---- A map as a PNG: title, axes in tokens, and a color bar with numbers ------------------------------------- */
 
 typedef struct figure {
-    const char *title; /* of the letters that view/glyphs.h has; others are left blank */
+    const char *title; /* view/glyphs.h has its letters; others are left blank */
     palette_kind palette;
     const double *values; /* [rows, columns], at least one */
     int64_t rows, columns;

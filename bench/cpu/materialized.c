@@ -102,7 +102,7 @@ typedef struct head_pass {
     const materialized *run;
     int64_t head;
     float *x, *y; /* logits of a forward */
-    float *dy;    /* of a backward */
+    float *dy;    /* NULL without a backward */
 } head_pass;
 
 static void softmax_rows(void *context, int64_t row_begin, int64_t row_end)

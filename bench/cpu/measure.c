@@ -23,7 +23,7 @@ typedef struct sampled_method {
     int pass_count; /* 0: it does not run */
     int threads;
     materialized *baseline;
-    skl_plan *plan; /* of streaming */
+    skl_plan *plan; /* streaming runs it */
     void *workspace;
     size_t workspace_size;
     int sample_count;

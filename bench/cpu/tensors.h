@@ -9,10 +9,10 @@
 /* All tensors are contiguous [heads, length, dim] or [heads, length]. */
 typedef struct bench_tensors {
     int64_t heads, length, dim;
-    float scale; /* of the logits */
+    float scale; /* multiplies the logits */
     bool causal;
     skl_dtype type, gradient_type;
-    void *memory; /* which holds all of them */
+    void *memory; /* holds all tensors */
     void *q_t, *k_t, *q_s, *k_s;
     float *q_t_f32, *k_t_f32, *q_s_f32, *k_s_f32; /* the same values for the baseline, which is f32 */
     float *grad_kl;

@@ -21,7 +21,7 @@ class Method:
 
     name: str
     calls: dict = field(default_factory=dict)  # {pass: call}
-    kernel: str = ""  # of a peer: its name and version
+    kernel: str = ""  # a peer has its name and version here
     flops: dict = field(default_factory=dict)  # {pass: useful work}
     step: Callable = dict  # a whole training step with its allocations; returns its results by name
     is_peer: bool = False  # the run goes on without a peer that fails or computes something else

@@ -15,7 +15,7 @@ typedef struct distill_settings {
     skl_direction direction;
 } distill_settings;
 
-extern const cli_option distill_task_options[], distill_training_options[]; /* of distill_settings */
+extern const cli_option distill_task_options[], distill_training_options[]; /* they set distill_settings */
 
 typedef struct distill_request {
     distill_settings settings;
@@ -29,7 +29,7 @@ typedef struct distill_history {
     double *loss; /* [steps] */
     int64_t evaluation_count;
     double *evaluation_step, *evaluation_kl; /* at most [steps + 1] */
-    double seconds;                          /* of training */
+    double seconds;                          /* the training took */
     double tokens;                           /* trained on */
 } distill_history;
 
@@ -74,7 +74,7 @@ enum { LOOK_BUCKETS_MAX = 40 };
 /* How far one attention looks on a sequence, and how spread it is. */
 typedef struct look {
     int32_t buckets;
-    double share[LOOK_BUCKETS_MAX]; /* of the attention, by distance: 0, 1, 2 to 3, 4 to 7, ...; mean over heads */
+    double share[LOOK_BUCKETS_MAX]; /* share of attention at distances 0, 1, 2 to 3, 4 to 7, ...; mean over heads */
     double entropy[EVALUATE_HEADS_MAX]; /* nats; mean over rows: of a student head, or of its teacher heads */
 } look;
 

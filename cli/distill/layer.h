@@ -16,7 +16,7 @@ typedef struct matrix {
 void matmul_add(float *c, matrix a, const float *b, int64_t rows, int64_t columns, int64_t inner, int threads);
 
 typedef struct layer_shape {
-    int64_t width; /* of a hidden state */
+    int64_t width; /* a hidden state has this many numbers */
     int64_t heads, dim;
 } layer_shape;
 
@@ -45,8 +45,8 @@ void layer_gradient_add(layer *gradient, const float *hidden, int64_t context, c
 /* Everything that one step hands to the next. */
 typedef struct student_model {
     layer weights;
-    layer gradient;                    /* of the current batch */
-    layer first_moment, second_moment; /* of Adam: running means of the gradient and of its square */
+    layer gradient;                    /* the current batch gives it */
+    layer first_moment, second_moment; /* Adam keeps running means of the gradient and its square */
     int64_t step;                      /* number of steps taken */
 } student_model;
 

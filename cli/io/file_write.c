@@ -15,7 +15,7 @@
 
 static const char temporary_begin[] = NAME_BEGIN, temporary_end[] = ".tmp";
 enum {
-    NAME_SIZE = 64, /* of a temporary name, with room to spare */
+    NAME_SIZE = 64, /* a temporary name fits, with room to spare */
     LOCKS_MAX = 64  /* processes have a limit of open files */
 };
 static const time_t stale_age = 3600;

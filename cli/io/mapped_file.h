@@ -15,7 +15,7 @@ typedef struct mapped_file {
     struct mapped_file *next;
     const unsigned char *bytes; /* NULL: no file */
     size_t size;
-    int fd;                           /* for mapped_file_check() */
+    int fd;                           /* mapped_file_check() asks it */
     struct stat opened;               /* status of the file when it was opened */
     volatile sig_atomic_t unreadable; /* a page was; now all of them are zeros */
 } mapped_file;

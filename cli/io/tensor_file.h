@@ -28,7 +28,7 @@ typedef struct stored_tensor {
 } stored_tensor;
 
 typedef struct tensor_file {
-    const char *path; /* for messages */
+    const char *path; /* messages name it */
     const unsigned char *bytes;
     size_t size;
     struct json_t *header;  /* safetensors only: owns the names */

@@ -11,7 +11,7 @@ static const struct {
     const char *name;
     size_t result, output; /* offsets in kl_results and in skl_rows */
     bool of_teacher, of_indexer, is_written;
-    float initial; /* of rows after the last packed sequence, which the library does not write */
+    float initial; /* rows after the last packed sequence keep it: the library does not write them */
 } row_vectors[] = {
 #define ROW(name) #name, offsetof(kl_results, name), offsetof(skl_rows, name)
     {ROW(kl), .is_written = true},
@@ -25,7 +25,7 @@ static const struct {
 enum { ROW_VECTORS = sizeof row_vectors / sizeof row_vectors[0] };
 
 static const struct {
-    kl_role role; /* of the input */
+    kl_role role; /* the input that it belongs to */
     uint32_t bit;
     const char *name;
 } gradients[] = {

@@ -101,7 +101,7 @@ typedef struct kl_view {
 
 typedef struct kl_inputs {
     kl_files files;
-    kl_view views[ROLE_COUNT]; /* of the required roles, and w_s of an indexer */
+    kl_view views[ROLE_COUNT]; /* all required roles, and w_s for an indexer */
     skl_problem problem;       /* complete */
     skl_inputs tensors;
     /* Owned; NULL: not given. */
@@ -135,7 +135,7 @@ typedef struct kl_results {
     void *gradients[ROLE_COUNT];           /* by the role of their input; NULL: not requested */
     int64_t valid_rows;                    /* rows that attend to any key: the denominator of a mean */
     int64_t nonfinite_rows;                /* rows whose KL is NaN or infinite */
-    double sum;                            /* of the KL over the valid rows */
+    double sum;                            /* the KL summed over the valid rows */
 } kl_results;
 
 /* Zeroed, resident memory for a result; fails without it. Free it with free(). */

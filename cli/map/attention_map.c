@@ -262,7 +262,8 @@ static void map_sequences(const map_work *work, const skl_problem *problem, cons
                           const skl_inputs *host, const skl_options *watched)
 {
     int64_t done = 0;
-    const int64_t blocks = (problem->len_q + work->block_rows - 1) / work->block_rows; /* of the longest sequence */
+    const int64_t blocks =
+        (problem->len_q + work->block_rows - 1) / work->block_rows; /* the longest sequence has this many */
     for (int64_t b = 0; b < problem->batch; b++) {
         const sequence_view view = view_sequence(problem, on_device, host, b);
         for (int64_t query = 0; query < view.problem.len_q; query += work->block_rows) {
