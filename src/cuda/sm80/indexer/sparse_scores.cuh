@@ -171,10 +171,10 @@ template <typename ELEMENT> struct sparse_gemm {
     template <typename FINISH> __device__ void run(FINISH finish) const
     {
         const int stages = min(SPARSE_STAGES_MAX, params.stage_size / stage_size());
-        const int tiles = (smem.row.count + shape().keys - 1) / shape().keys;
+        const auto is_tile = [&](int tile) { return tile * shape().keys < smem.row.count; };
         int prefetch_tile = 0, prefetch_slab = 0, prefetch_stage = 0;
         const auto copy_next = [&] {
-            if (prefetch_tile < tiles)
+            if (is_tile(prefetch_tile))
                 copy_stage(prefetch_stage, prefetch_tile, prefetch_slab);
             cp_async_commit();
             prefetch_stage = prefetch_stage + 1 < stages ? prefetch_stage + 1 : 0;
@@ -189,7 +189,7 @@ template <typename ELEMENT> struct sparse_gemm {
             copy_next();
         int stage = 0;
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
+        for (int tile = 0; is_tile(tile); tile++) {
             sparse_logits x = {};
 #pragma unroll 1
             for (int slab = 0; slab < slabs(); slab++) {
