@@ -201,19 +201,19 @@ static size_t free_memory(void)
     return free_size;
 }
 
-/* Other processes may use the GPU at the same time, so the memory may change a few times by chance. */
+/* Other processes may use the GPU at the same time: they take memory, and give it back in some of the attempts. */
 static void check_no_allocation(gpu_case *g)
 {
     enum { ATTEMPTS = 20 };
     gpu_case_launch(g, NULL); /* loads the kernels */
-    int same = 0;
-    for (int attempt = 0; attempt < ATTEMPTS && !same; attempt++) {
+    int as_much = 0;
+    for (int attempt = 0; attempt < ATTEMPTS && !as_much; attempt++) {
         const size_t before = free_memory();
         for (int n = 0; n < 200; n++)
             gpu_case_launch(g, NULL);
-        same = free_memory() == before;
+        as_much = free_memory() >= before;
     }
-    assert_true(same);
+    assert_true(as_much);
 }
 
 static void test_calls_do_not_allocate(void **state)
