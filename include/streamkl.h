@@ -156,8 +156,9 @@ typedef enum skl_link {
  *
  * Block b holds keys pool_size * b .. pool_size * (b + 1) - 1 of its sequence. P_hj = exp(x_hj - lse_t[h]) with the
  * given lse_t, or that of all visible keys; with top_k > 0, that of the listed blocks. rows->lse_t adds log sum_b M_b
- * to it, and rows->mass is sum_b M_b. skl_backward and skl_forward_backward need this rows->lse_t of a skl_forward.
- */
+ * to it, and rows->mass is sum_b M_b. skl_backward needs this rows->lse_t of a skl_forward. skl_forward_backward
+ * reads the keys of the teacher once and computes both LSEs: rows->lse_t and rows->lse_s must be requested,
+ * inputs->lse_t is that of skl_forward, and inputs->lse_s must be NULL. */
 typedef enum skl_pool { SKL_POOL_NONE = 0, SKL_POOL_MAX = 1, SKL_POOL_SUM = 2 } skl_pool;
 
 typedef enum skl_pool_heads { SKL_POOL_HEADS_MEAN = 0, SKL_POOL_HEADS_MAX = 1 } skl_pool_heads;
@@ -509,9 +510,9 @@ SKL_API skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, 
 
 /* One-pass: loss and gradients in one pass over the keys, if both LSEs of the visible keys are known. Every flash
  * attention returns its LSE; for an indexer, skl_forward with only rows->lse_s requested computes it without the
- * teacher. rows->lse_t, rows->lse_s and rows->mass must not be requested. kl or dot_t must be requested in rows where
- * skl_backward would need it, which costs a second pass. For teacher gradients under wider LSEs, call skl_forward,
- * then skl_backward.
+ * teacher. rows->lse_t, rows->lse_s and rows->mass must not be requested, except with a pooled teacher: see skl_pool.
+ * kl or dot_t must be requested in rows where skl_backward would need it, which costs a second pass. For teacher
+ * gradients under wider LSEs, call skl_forward, then skl_backward.
  *
  * Gradients are those of the sum over rows, which can exceed the range of f16. A factor that is known at this time,
  * such as 1 / rows of a mean or a loss scale, belongs in inputs->grad_kl: it is applied before gradients are rounded,

@@ -470,6 +470,24 @@ skl_inputs results_backward_inputs(const fixture *f, const fixture_results *r)
     return inputs;
 }
 
+skl_inputs results_one_pass_inputs(const fixture *f, const fixture_results *r)
+{
+    skl_inputs inputs = f->inputs;
+    if (f->problem.pool != SKL_POOL_NONE)
+        return inputs;
+    inputs.lse_t = tensor_input(&r->lse_t);
+    inputs.lse_s = tensor_input(&r->lse_s);
+    return inputs;
+}
+
+skl_rows results_one_pass_rows(const fixture *f, const fixture_results *r)
+{
+    skl_rows rows = results_rows(r);
+    if (f->problem.pool == SKL_POOL_NONE)
+        rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
+    return rows;
+}
+
 /* ---- Comparison -------------------------------------------------------------------------------------------- */
 
 int tensor_mismatch(const test_tensor *actual, const oracle_expectation *expected, const uint8_t *live,

@@ -57,6 +57,12 @@ skl_attention results_attention(const fixture *f, const fixture_results *results
 /* Inputs of a backward: those of the fixture, with the row results of a forward. */
 skl_inputs results_backward_inputs(const fixture *f, const fixture_results *results);
 
+/* Those of a one-pass call. Both LSEs are inputs, or results with a pooled teacher. */
+skl_inputs results_one_pass_inputs(const fixture *f, const fixture_results *results);
+
+/* The row results that a one-pass call can give. */
+skl_rows results_one_pass_rows(const fixture *f, const fixture_results *results);
+
 /* Error that a kernel may have, relative to the terms of a gradient, because it rounds logit gradients. */
 double kernel_product_rounding(const char *kernel, const skl_problem *problem, skl_dtype dtype);
 

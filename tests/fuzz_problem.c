@@ -550,9 +550,13 @@ static void expect(const call *c, skl_status status)
 static void run_backwards(const call *c)
 {
     expect(c, skl_backward(c->plan, &c->in, &c->gradients, c->workspace, c->workspace_size, NULL));
-    skl_rows rows = c->rows; /* the LSEs are inputs */
-    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
-    expect(c, skl_forward_backward(c->plan, &c->in, &rows, &c->gradients, c->workspace, c->workspace_size, NULL));
+    skl_rows rows = c->rows;
+    skl_inputs in = c->in;
+    if (c->p->pool != SKL_POOL_NONE)
+        in.lse_s.data = NULL; /* the LSEs are results */
+    else
+        rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
+    expect(c, skl_forward_backward(c->plan, &in, &rows, &c->gradients, c->workspace, c->workspace_size, NULL));
 }
 
 static void run_attention(const call *c)

@@ -37,6 +37,11 @@ static uint32_t requested_gradients(const fixture_results *r)
            (r->dsink_s.data ? SKL_DSINK_S : 0U);
 }
 
+static int is_pooled(const kernel_run *run)
+{
+    return run->fixture->problem.pool != SKL_POOL_NONE;
+}
+
 static uint32_t needs_of(const kernel_run *run, const fixture_results *wanted, skl_op op)
 {
     skl_problem problem = run->fixture->problem;
@@ -94,9 +99,9 @@ static int check_backward(kernel_run *run)
 /* Inputs of a one-pass call. */
 static skl_inputs one_pass_inputs(const kernel_run *run)
 {
-    skl_inputs inputs = run->fixture->inputs;
-    inputs.lse_t = tensor_input(&run->saved.lse_t);
-    inputs.lse_s = tensor_input(&run->saved.lse_s);
+    skl_inputs inputs = results_one_pass_inputs(run->fixture, &run->saved);
+    if (is_pooled(run))
+        inputs.lse_t = lse_in_place(run, &inputs.lse_t, &run->fixture->lse_t);
     if (run->options->in_place) { /* poisoned: they are not read */
         inputs.kl = tensor_input(&run->results.kl);
         inputs.dot_t = tensor_input(&run->results.dot_t);
@@ -109,7 +114,10 @@ static int check_forward_backward(kernel_run *run)
     const char *const label = begin_call(run, "forward_backward");
     const skl_inputs inputs = one_pass_inputs(run);
     fixture_results wanted = results_subset(&run->results, run->options->results);
-    wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
+    if (is_pooled(run))
+        wanted.lse_t = run->results.lse_t, wanted.lse_s = run->results.lse_s;
+    else
+        wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
     if (run->fixture->test_case->lse == LSE_WIDER) /* these need the LSE that includes hidden keys */
         wanted.dot_t.data = wanted.dq_t.data = wanted.dk_t.data = NULL;
     const uint32_t needs = needs_of(run, &wanted, SKL_OP_FORWARD_BACKWARD);

@@ -80,12 +80,8 @@ static void check_plan(const fixture *f, const skl_plan *plan, const fixture_res
     assert_ran(c, plan, &saved, SKL_OP_BACKWARD);
 
     if (c->lse != LSE_WIDER) { /* one pass has no teacher gradients under wider LSEs */
-        skl_inputs known = f->inputs;
-        known.lse_t = saved.lse_t;
-        known.lse_s = saved.lse_s;
-        fixture_results wanted = *results;
-        wanted.lse_t.data = wanted.lse_s.data = wanted.mass.data = NULL;
-        const skl_rows wanted_rows = results_rows(&wanted);
+        const skl_inputs known = results_one_pass_inputs(f, results);
+        const skl_rows wanted_rows = results_one_pass_rows(f, results);
         recorded = (launch_log){.text = ""};
         run_forward_backward(plan, &known, &wanted_rows, &gradients);
         assert_ran(c, plan, &known, SKL_OP_FORWARD_BACKWARD);

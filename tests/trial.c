@@ -62,11 +62,8 @@ void run_trials(void **state)
 
 void run_one_pass(const skl_plan *plan, const fixture *f, const fixture_results *lse, const fixture_results *results)
 {
-    skl_inputs inputs = f->inputs;
-    inputs.lse_t = tensor_input(&lse->lse_t);
-    inputs.lse_s = tensor_input(&lse->lse_s);
-    skl_rows rows = results_rows(results);
-    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
+    const skl_inputs inputs = results_one_pass_inputs(f, lse);
+    const skl_rows rows = results_one_pass_rows(f, results);
     const skl_gradients gradients = results_gradients(results);
     run_forward_backward(plan, &inputs, &rows, &gradients);
 }

@@ -164,17 +164,16 @@ class IndexerCalls(Calls):
         given, lses = addresses(tensors), addresses(dict(lse_t=self.lse_t, lse_s=self.lse_s))
         known = {} if lse_t is None else {"lse_t": address(lse_t)}
         written = {name: row for name, row in lses.items() if name not in known}
-        if self.pools:  # it normalizes the target: a step takes its LSEs, whether the teacher's are given or not
-            written = lses | {"mass": address(self.mass)}
-        inputs, kl = lib.pack_inputs(**given, **known), lib.pack_rows(kl=address(self.kl))
+        inputs, kl = lib.pack_inputs(**given, **known), dict(kl=address(self.kl))
         gradients = lib.pack_gradients(dq_s=address(self.dq), dk_s=address(self.dk), dw_s=address(self.dw))
-        self.calls = {
-            FORWARD: [(lib.FORWARD, inputs, kl)],
-            STEP: [
-                (lib.FORWARD, inputs, lib.pack_rows(**written)),
-                (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), kl, gradients),
-            ],
-        }
+        step = [
+            (lib.FORWARD, inputs, lib.pack_rows(**written)),
+            (lib.FORWARD_BACKWARD, lib.pack_inputs(**given, **lses), lib.pack_rows(**kl), gradients),
+        ]
+        if self.pools:
+            rows = lib.pack_rows(**kl, **lses, mass=address(self.mass))
+            step = [(lib.FORWARD_BACKWARD, inputs, rows, gradients)]
+        self.calls = {FORWARD: [(lib.FORWARD, inputs, lib.pack_rows(**kl))], STEP: step}
 
     def results(self):
         return {"kl": self.kl[0, 0], "dq": self.dq, "dk": self.dk, "dw": self.dw}

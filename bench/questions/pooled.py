@@ -9,8 +9,7 @@
     SeerAttention-R  the largest head, then the largest key of each earlier block
     mass             the mean of the heads, then the sum of the keys of each visible block
 
-A step is a forward, whose LSEs and sum of M normalize the target, and a one-pass call; methods ending in `no LSE given`
-begin without the teacher's LSE. kl_ratio divides by the KL forward of the same run, and 16 rows of every problem are
+A step is a one-pass call; methods ending in `no LSE given` begin without the teacher's LSE. kl_ratio divides by the KL forward of the same run, and 16 rows of every problem are
 compared with float64.
 """
 

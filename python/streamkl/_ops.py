@@ -94,7 +94,7 @@ class Operators:
         "backward", lib.BACKWARD, "Tensor lse_t, Tensor lse_s, Tensor? kl, Tensor? dot_t, Tensor grad_kl"
     )
     forward_backward = Operator(
-        "forward_backward", lib.FORWARD_BACKWARD, "Tensor lse_t, Tensor lse_s, Tensor? grad_kl, int rows"
+        "forward_backward", lib.FORWARD_BACKWARD, "Tensor? lse_t, Tensor? lse_s, Tensor? grad_kl, int rows"
     )
     attention_forward = Operator(
         "attention_forward",

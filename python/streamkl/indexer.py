@@ -10,7 +10,7 @@ from . import _library as lib
 from ._call import row_names
 from ._check_lse import check_teacher_lse, is_lse_check_on
 from ._mean import nonzero, total_weight, weighted
-from ._ops import Forward, OnePass, Operators
+from ._ops import BOTH_LSES, Forward, OnePass, Operators
 from ._distributed import may_be_distributed
 from ._options import (
     IndexerOptions,
@@ -287,19 +287,23 @@ _ENTROPIES = lib.CROSS_ENTROPY | lib.ENTROPY
 def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, options):
     """The LSE of the indexer, which does not read the teacher, then everything else in one pass.
 
-    A pooled teacher is read twice: only the first pass knows the sum that its target is divided by.
+    With a pooled teacher that pass also gives the LSEs.
     """
-    with torch.no_grad():
-        if lse_t is None or options.pool:
-            lse_t, lse_s = operators.forward(*tensors, lse_t, lib.LSE_T | lib.LSE_S, *lengths, *options)
-        else:
-            (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
     wanted = lib.KL | (_ENTROPIES if return_rows else 0)
+    if options.pool:
+        wanted, lse_s, of_inputs = wanted | BOTH_LSES, None, {}
+    else:
+        with torch.no_grad():
+            if lse_t is None:
+                lse_t, lse_s = operators.forward(*tensors, lse_t, BOTH_LSES, *lengths, *options)
+            else:
+                (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
+        of_inputs = {"lse_t": lse_t, "lse_s": lse_s}
     *differentiable, indices = tensors
     loss, *made = OnePass.apply(
         *differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, False, lengths, options)
     )
-    return loss, {**dict(zip(row_names(wanted), made)), "lse_t": lse_t, "lse_s": lse_s}
+    return loss, {**dict(zip(row_names(wanted), made)), **of_inputs}
 
 
 def _forward(operators, tensors, lse_t, lse_t_wider, return_rows, lengths, options):

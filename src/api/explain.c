@@ -11,9 +11,14 @@ static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_
 {
     const int64_t rows_q = skl_query_rows(p).rows;
     skl_inputs *const in = &call->inputs;
-    if (needs->lse_t && in->lse_t.data == NULL)
+    const bool halves = skl_call_has_halves(p, call);
+    if (halves) {
+        call->rows.lse_t = skl_contiguous_output(p->heads_t, rows_q, 1);
+        call->rows.lse_s = skl_contiguous_output(p->heads_s, rows_q, 1);
+    }
+    if (needs->lse_t && !halves && in->lse_t.data == NULL)
         in->lse_t = skl_contiguous_input(p->heads_t, rows_q, 1);
-    if (needs->lse_s && in->lse_s.data == NULL)
+    if (needs->lse_s && !halves && in->lse_s.data == NULL)
         in->lse_s = skl_contiguous_input(p->heads_s, rows_q, 1);
     if (call->op == SKL_OP_BACKWARD && needs->kl && in->kl.data == NULL)
         in->kl = skl_contiguous_input(p->heads_s, rows_q, 1);

@@ -28,7 +28,7 @@ bool skl_call_has_rows(const skl_call *call)
     if (call->op == SKL_OP_BACKWARD)
         return false;
     return !skl_op_is_one_pass(call->op) || rows->kl.data != NULL || rows->dot_t.data != NULL ||
-           rows->cross_entropy.data != NULL || rows->entropy.data != NULL;
+           rows->cross_entropy.data != NULL || rows->entropy.data != NULL || rows->lse_t.data != NULL;
 }
 
 uint32_t skl_gradient_bits(const skl_gradients *gradients)

@@ -13,8 +13,8 @@
 
 typedef struct skl_needs {
     bool gradients; /* the operation computes gradients, if any are requested */
-    bool lse_t;     /* inputs.lse_t is required */
-    bool lse_s;     /* inputs.lse_s is required */
+    bool lse_t;     /* inputs.lse_t is required; in a one-pass call with a pooled teacher, rows.lse_t */
+    bool lse_s;     /* inputs.lse_s, or rows.lse_s */
     bool kl;        /* gradients read the KL of their row: from inputs in a backward, else from rows */
     bool dot_t;     /* gradients read dot_t, from the same place */
 } skl_needs;

@@ -121,11 +121,44 @@ SKL_HOST_DEVICE int64_t skl_state_index(const skl_problem *p, const skl_sequence
     return (s->batch * p->heads_s + head) * rows + s->query_begin + i;
 }
 
+/* An output as the input of a later launch. */
+SKL_HOST_DEVICE skl_input skl_input_of(const skl_output *out)
+{
+    const skl_input input = {out->data, out->stride_batch, out->stride_head, out->stride_row};
+    return input;
+}
+
 /* kl or dot_t for a backward: the caller's, or the result of an earlier launch of the same call. */
 SKL_HOST_DEVICE skl_input skl_known_rows(int rows_known, const skl_input *given, const skl_output *stored)
 {
-    const skl_input computed = {stored->data, stored->stride_batch, stored->stride_head, stored->stride_row};
-    return rows_known ? computed : *given;
+    return rows_known ? skl_input_of(stored) : *given;
+}
+
+/* ---- Halves of a call ---------------------------------------------------------------------------------------- */
+
+/* A pooled target is divided by a sum over its whole row. So a one-pass call is a forward, and a backward that reads
+ * the row results of the forward. Kernels that keep the targets of some rows do both for these rows. */
+SKL_HOST_DEVICE bool skl_call_has_halves(const skl_problem *p, const skl_call *call)
+{
+    return call->op == SKL_OP_FORWARD_BACKWARD && skl_is_pooled(p);
+}
+
+/* The half with this operation: SKL_OP_FORWARD or SKL_OP_BACKWARD. */
+static inline skl_call skl_call_half(const skl_call *call, skl_op op)
+{
+    static const skl_gradients no_gradients = {sizeof(skl_gradients)};
+    static const skl_rows no_rows = {sizeof(skl_rows)};
+    skl_call half = *call;
+    half.op = op;
+    if (op == SKL_OP_FORWARD) {
+        half.gradients = no_gradients;
+        return half;
+    }
+    half.inputs.lse_t = skl_input_of(&call->rows.lse_t);
+    half.inputs.lse_s = skl_input_of(&call->rows.lse_s);
+    half.inputs.kl = skl_input_of(&call->rows.kl);
+    half.rows = no_rows;
+    return half;
 }
 
 #endif

@@ -7,6 +7,7 @@
 #include "base/arrays.h"
 #include "base/needs.h"
 #include "base/overlap.h"
+#include "base/side.h"
 #include "base/stats.h"
 #include "base/status.h"
 
@@ -194,14 +195,17 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
     const char *const teacher_groups_only = " unless heads_t > heads_s";
-    const char *const known = " in a one-pass call: the LSEs are inputs";
+    const bool halves = skl_call_has_halves(p, call);
+    const char *const known =
+        halves ? ": the gradients of a pooled teacher read it" : " in a one-pass call: the LSEs are inputs";
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const for_finish =
         indexer ? ": rows.lse_t of an indexer needs it" : ": rows.lse_t or sinks with heads_t > heads_s need it";
     const char *const lse_t_why = finish ? for_finish : call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
     const bool finish_of_groups = finish && teacher_groups && (rows->lse_t.data != NULL || p->sinks);
-    const need lse_t_need = needs.lse_t || finish_of_groups ? REQUIRED : OPTIONAL;
+    const need lse_t_need = (needs.lse_t && !halves) || finish_of_groups ? REQUIRED : OPTIONAL;
+    const need lse_s_need = halves ? REFUSED : needs.lse_s ? REQUIRED : OPTIONAL;
     const need key_need = finish ? OPTIONAL : REQUIRED; /* states stand for queries and keys */
     const char *const in_finish = " in skl_states_finish";
     const bool one_pass = skl_op_is_one_pass(call->op);
@@ -213,7 +217,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
                                     : indexer  ? " for an indexer: its teacher is fixed"
                                     : teacher_groups ? for_dots
                                                      : teacher_groups_only;
-    const need lse_out_need = one_pass ? REFUSED : OPTIONAL;
+    const need lse_out_need = halves ? REQUIRED : one_pass ? REFUSED : OPTIONAL;
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
     const char *const indexer_out_why = finish ? in_finish : indexer_only;
     const need indexer_out_need = indexer && !finish ? OPTIONAL : REFUSED;
@@ -237,8 +241,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, key_need, ""),
         TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k_s, p->dim_s, p->dtype_s, INPUT, key_need, ""),
         TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
-        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, needs.lse_s ? REQUIRED : OPTIONAL,
-               for_backward),
+        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, lse_s_need,
+               halves ? " in a one-pass call with a pooled teacher, which computes it" : for_backward),
         TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && needs.kl ? REQUIRED : OPTIONAL,
                for_first),
         TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT,
@@ -274,8 +278,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
                indexer_out_why),
         TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
                indexer_out_why),
-        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, one_pass ? REFUSED : indexer_out_need,
-               indexer && one_pass ? known : indexer_out_why),
+        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
+               one_pass && !halves ? REFUSED : indexer_out_need, indexer && one_pass ? known : indexer_out_why),
         TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
         TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
         TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),

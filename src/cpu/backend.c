@@ -142,6 +142,8 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
+    const bool halves = skl_call_has_halves(p, call);
+    const skl_call forward = skl_call_half(call, SKL_OP_FORWARD), backward = skl_call_half(call, SKL_OP_BACKWARD);
     void *const shared = (char *)call->workspace + shared_begin(plan, call->op);
     skl_schedule s = {.plan = plan,
                       .scratch = (char *)call->workspace + ordered_sum_size(plan->workers),
@@ -151,7 +153,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
                                .call = call,
                                .tiles = work->tiles(p),
                                .ordered_sum = {call->workspace, skl_ordered_sum_count(plan->workers)},
-                               .rows_known = passes.rows_first}};
+                               .rows_known = passes.rows_first && !halves}};
     clear_query_tail(p, call);
     clear_key_gradients(p, call, passes.fused);
     if (call->stats != NULL) {
@@ -160,9 +162,11 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     }
     for (int i = 0; i < passes.count; i++)
         s.work_total += skl_pass_items(plan, &passes.pass[i]);
-    for (int i = 0; i < passes.count; i++)
+    for (int i = 0; i < passes.count; i++) {
+        s.task.call = !halves ? call : i == 0 ? &forward : &backward;
         if (!skl_schedule_run(&s, &passes.pass[i]))
             return skl_fail(SKL_ERROR_CANCELLED, "cancelled: results are not complete");
+    }
     if (call->stats != NULL)
         skl_cpu_stats_finish(p, call, &s.task.stats);
     return SKL_OK;

@@ -100,8 +100,10 @@ static bool wants_dv(const skl_call *call)
 }
 
 /* NULL if a pass over the queries gives the KL together with the gradients, else the reason for a forward pass. */
-static const char *why_rows_first(const skl_needs *needs, const skl_rows *rows, bool over_queries)
+static const char *why_rows_first(const skl_needs *needs, const skl_rows *rows, bool halves, bool over_queries)
 {
+    if (halves)
+        return "the target of a pooled teacher is divided by the sum of its row";
     if (needs->kl)
         return "gradients of the first argument of the KL read the KL of their row";
     if (needs->dot_t)
@@ -164,7 +166,8 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
      * ones in key_sums: 4 matrix products per tile instead of 6. */
     const bool fused = needs.gradients && dk_wanted && p->top_k == 0;
     const bool over_queries = needs.gradients && (fused || dq_wanted);
-    const char *const forward_first = why_rows_first(&needs, &call->rows, over_queries);
+    const bool halves = skl_call_has_halves(p, call);
+    const char *const forward_first = why_rows_first(&needs, &call->rows, halves, over_queries);
     const bool has_rows = skl_call_has_rows(call);
     const bool forward = has_rows && (!needs.gradients || forward_first != NULL);
     const bool one_pass = has_rows && !forward;

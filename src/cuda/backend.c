@@ -116,11 +116,13 @@ static skl_cuda_params launch_params(const skl_cuda_params *shared, const skl_cu
     const skl_output lse = computed_lse_of(p, &shared->call, launches);
     const bool stats = is_stats(&shared->call);
     skl_cuda_params params = *shared;
+    if (launch->op != shared->call.op)
+        params.call = skl_call_half(&shared->call, launch->op);
     if (launch->halves)
         params = halves_of(p, &shared->call, launch->teacher_side,
                            launch->teacher_side || stats ? lse : shared->call.rows.lse_s);
     if (launch->lse_computed)
-        *(stats ? &params.call.inputs.lse_s : &params.call.inputs.lse_t) = skl_cuda_input_of(&lse);
+        *(stats ? &params.call.inputs.lse_s : &params.call.inputs.lse_t) = skl_input_of(&lse);
     const bool shares_workspace = stats && !launch->halves;
     params.call.workspace =
         (char *)shared->call.workspace + (shares_workspace ? launches->stats_at : launch->workspace_at);

@@ -62,6 +62,7 @@ struct skl_cuda_launch {
     const char *variant; /* one of SKL_VARIANT_* */
     const char *reason;  /* why it is this kernel */
     skl_cuda_launcher launcher;
+    skl_op op;                /* the call's, or the half of the call that the launch runs: see skl_call_half */
     size_t workspace_at;      /* bytes from the start of the caller's workspace to the launch's part */
     size_t workspace_size;    /* bytes of that part */
     int32_t keeps_workspace;  /* later launches read the part; otherwise they use the same bytes for theirs */

@@ -42,12 +42,6 @@ extern const skl_cuda_layout skl_cuda_aligned; /* allows everything */
 
 skl_cuda_layout skl_cuda_layout_of(const skl_problem *problem, const skl_call *call);
 
-/* Returns an output as the input of a later launch. */
-static inline skl_input skl_cuda_input_of(const skl_output *out)
-{
-    return (skl_input){out->data, out->stride_batch, out->stride_head, out->stride_row};
-}
-
 /* Whether TMA can address a tensor of this type, address and shape, by the limits that CUDA documents for tensor maps
  * of 128-byte boxes. */
 bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t dim, int64_t heads,

@@ -76,19 +76,19 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
     }
     look_at(&layout, SKL_TENSOR_Q_S, in->q_s, p->dtype_s, p->dim_s, skl_query_heads_s(p), queries);
     look_at(&layout, SKL_TENSOR_K_S, in->k_s, p->dtype_s, p->dim_s, p->key_heads_s, keys_s);
-    look_at(&layout, SKL_DQ_T, skl_cuda_input_of(&out->dq_t), type_t, p->dim_t, p->heads_t, queries);
-    look_at(&layout, SKL_DK_T, skl_cuda_input_of(&out->dk_t), type_t, p->dim_t, p->key_heads_t, keys);
-    look_at(&layout, SKL_DQ_S, skl_cuda_input_of(&out->dq_s), type_s, p->dim_s, skl_query_heads_s(p), queries);
-    look_at(&layout, SKL_DK_S, skl_cuda_input_of(&out->dk_s), type_s, p->dim_s, p->key_heads_s, keys_s);
+    look_at(&layout, SKL_DQ_T, skl_input_of(&out->dq_t), type_t, p->dim_t, p->heads_t, queries);
+    look_at(&layout, SKL_DK_T, skl_input_of(&out->dk_t), type_t, p->dim_t, p->key_heads_t, keys);
+    look_at(&layout, SKL_DQ_S, skl_input_of(&out->dq_s), type_s, p->dim_s, skl_query_heads_s(p), queries);
+    look_at(&layout, SKL_DK_S, skl_input_of(&out->dk_s), type_s, p->dim_s, p->key_heads_s, keys_s);
     if (of_s == NULL)
         return layout;
     const bool forward = call->op == SKL_OP_ATTENTION_FORWARD;
-    const skl_input o_s = forward ? skl_cuda_input_of(&call->o_s) : of_s->o_s;
+    const skl_input o_s = forward ? skl_input_of(&call->o_s) : of_s->o_s;
     look_at(&layout, SKL_TENSOR_V_S, of_s->v_s, p->dtype_s, p->dim_s, p->key_heads_s, keys);
     look_at(&layout, SKL_TENSOR_O_S, o_s, p->dtype_s, p->dim_s, p->heads_s, queries);
     if (!forward)
         look_at(&layout, SKL_TENSOR_DO_S, of_s->do_s, p->dtype_s, p->dim_s, p->heads_s, queries);
-    look_at(&layout, SKL_DV_S, skl_cuda_input_of(&of_s->dv_s), type_s, p->dim_s, p->key_heads_s, keys);
+    look_at(&layout, SKL_DV_S, skl_input_of(&of_s->dv_s), type_s, p->dim_s, p->key_heads_s, keys);
     return layout;
 }
 

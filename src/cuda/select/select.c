@@ -80,7 +80,7 @@ static void add_bounds(const choice *s)
 /* The call computes row results or states, not only gradients. */
 static bool has_rows(const skl_cuda_request *request)
 {
-    const uint32_t of_one_pass = SKL_ROW_KL | SKL_ROW_DOT_T | SKL_ROW_ENTROPIES;
+    const uint32_t of_one_pass = SKL_ROW_KL | SKL_ROW_DOT_T | SKL_ROW_ENTROPIES | SKL_ROW_LSE_T;
     return request->op != SKL_OP_BACKWARD && (!skl_op_is_one_pass(request->op) || (request->rows & of_one_pass) != 0);
 }
 

@@ -13,6 +13,7 @@ skl_cuda_launch *skl_select_add(const choice *s, const char *step, const skl_cud
                                 .variant = variant,
                                 .reason = reason,
                                 .launcher = launcher,
+                                .op = s->request->op,
                                 .sm_count = s->device->sm_count,
                                 .smem_per_block = s->device->smem_per_block,
                                 .smem_per_sm = s->device->smem_per_sm,

@@ -42,6 +42,8 @@ inline strip_params params_for(const skl_cuda_params *params, const skl_strip_la
     kernel_params.rest_at = layout.rest_at;
     kernel_params.target = skl_is_pooled(&params->problem) ? (float *)(void *)(workspace + layout.target_at) : NULL;
     kernel_params.target_stride = layout.target_stride;
+    if (skl_call_has_halves(&params->problem, &params->call))
+        kernel_params.target_scale = (float *)(void *)(workspace + layout.target_scale_at);
     return kernel_params;
 }
 
@@ -137,47 +139,33 @@ template <typename KERNELS> cudaError_t encode_sides(KERNELS &kernels, const dif
     return error == cudaSuccess && sides.student.target != NULL ? kernels.encode_teacher(sides.teacher) : error;
 }
 
-/* The scores of a strip, and of a pooled teacher the target before. */
+template <typename KERNELS> cudaError_t launch_strip_scores(const KERNELS &kernels, const strip_params &strip)
+{
+    const cudaError_t error = kernels.scores(strip);
+    return error == cudaSuccess && strip.call.op != SKL_OP_BACKWARD ? launch_finish_rows(strip) : error;
+}
+
+/* The scores of a strip, and of a pooled teacher the target before. In one pass that target serves two launches of
+ * scores: the rows, whose sums normalize it, then G. */
 template <typename KERNELS>
 cudaError_t launch_difference_scores(const KERNELS &kernels, strip_params teacher, const strip_params &strip,
                                      const skl_strip_layout &layout)
 {
-    cudaError_t error = cudaSuccess;
-    if (strip.target != NULL) {
-        teacher.strip_first = strip.strip_first;
-        teacher.strip_count = strip.strip_count;
-        teacher.num_splits = layout.num_pool_splits;
-        error = kernels.pool(teacher);
+    if (strip.target == NULL)
+        return launch_strip_scores(kernels, strip);
+    teacher.strip_first = strip.strip_first;
+    teacher.strip_count = strip.strip_count;
+    teacher.num_splits = layout.num_pool_splits;
+    cudaError_t error = kernels.pool(teacher);
+    strip_params last = strip;
+    if (error == cudaSuccess && skl_call_has_halves(&teacher.problem, &strip.call)) {
+        strip_params rows = strip;
+        rows.g = NULL;
+        rows.call = skl_call_half(&strip.call, SKL_OP_FORWARD);
+        last.call = skl_call_half(&strip.call, SKL_OP_BACKWARD);
+        error = launch_strip_scores(kernels, rows);
     }
-    if (error == cudaSuccess)
-        error = kernels.scores(strip);
-    return error == cudaSuccess && strip.call.op != SKL_OP_BACKWARD ? launch_finish_rows(strip) : error;
-}
-
-template <typename KERNELS>
-cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    const skl_problem *const p = &params->problem;
-    const skl_strip_layout &layout = launch->strips;
-    strip_params of_keys = params_for(params, layout);
-    const bool computes_lse = of_keys.with_teacher && !of_keys.lse_given;
-    of_keys.g = NULL;
-    of_keys.wrt.dk = {};
-    if (computes_lse)
-        assign_teacher_lse(&of_keys, layout);
-    difference_sides sides = difference_sides_of(of_keys);
-    KERNELS kernels;
-    cudaError_t error = encode_sides(kernels, sides);
-    if (error != cudaSuccess)
-        return error;
-    record_launch(kernel, SKL_VARIANT_ROWS, layout.num_splits);
-    if (computes_lse)
-        error = kernels.teacher_lse(sides.teacher, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE));
-    if (error != cudaSuccess)
-        return error;
-    return launch_strips(&sides.student, launch, [&](const strip_params &strip) {
-        return launch_difference_scores(kernels, sides.teacher, strip, layout);
-    });
+    return error == cudaSuccess ? launch_strip_scores(kernels, last) : error;
 }
 
 /* dq and dw, dk, of a strip. */
@@ -196,24 +184,49 @@ cudaError_t launch_difference_sums(const KERNELS &kernels, const strip_params &s
 }
 
 template <typename KERNELS>
+cudaError_t launch_differences(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch,
+                               bool gradients)
+{
+    const skl_problem *const p = &params->problem;
+    const skl_strip_layout &layout = launch->strips;
+    strip_params of_keys = params_for(params, layout);
+    const bool computes_lse = of_keys.with_teacher && !of_keys.lse_given;
+    if (!gradients) {
+        of_keys.g = NULL;
+        of_keys.wrt.dk = {};
+    }
+    if (computes_lse)
+        assign_teacher_lse(&of_keys, layout);
+    difference_sides sides = difference_sides_of(of_keys);
+    KERNELS kernels;
+    cudaError_t error = encode_sides(kernels, sides);
+    if (error != cudaSuccess)
+        return error;
+    record_launch(kernel, launch->variant, layout.num_splits);
+    if (computes_lse)
+        error = kernels.teacher_lse(sides.teacher, p->batch * p->heads_t * skl_ceil_div(p->len_q, SIDE));
+    if (error != cudaSuccess)
+        return error;
+    return launch_strips(&sides.student, launch, [&](const strip_params &strip) {
+        const cudaError_t scores = launch_difference_scores(kernels, sides.teacher, strip, layout);
+        return scores != cudaSuccess || !gradients ? scores
+               : p->dim_s <= 64                    ? launch_difference_sums<64>(kernels, strip, layout)
+               : p->dim_s <= 128                   ? launch_difference_sums<128>(kernels, strip, layout)
+                                                   : launch_difference_sums<256>(kernels, strip, layout);
+    });
+}
+
+template <typename KERNELS>
+cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
+{
+    return launch_differences<KERNELS>(kernel, params, launch, false);
+}
+
+template <typename KERNELS>
 cudaError_t launch_difference_gradients(const char *kernel, const skl_cuda_params *params,
                                         const skl_cuda_launch *launch)
 {
-    const int64_t dim = params->problem.dim_s;
-    const skl_strip_layout &layout = launch->strips;
-    difference_sides sides = difference_sides_of(params_for(params, layout));
-    KERNELS kernels;
-    const cudaError_t encoded = encode_sides(kernels, sides);
-    if (encoded != cudaSuccess)
-        return encoded;
-    record_launch(kernel, SKL_VARIANT_GRADIENTS, layout.num_splits);
-    return launch_strips(&sides.student, launch, [&](const strip_params &strip) {
-        const cudaError_t error = launch_difference_scores(kernels, sides.teacher, strip, layout);
-        return error != cudaSuccess ? error
-               : dim <= 64          ? launch_difference_sums<64>(kernels, strip, layout)
-               : dim <= 128         ? launch_difference_sums<128>(kernels, strip, layout)
-                                    : launch_difference_sums<256>(kernels, strip, layout);
-    });
+    return launch_differences<KERNELS>(kernel, params, launch, true);
 }
 
 } // namespace tensor_core

@@ -32,6 +32,7 @@ typedef struct skl_strip_layout {
     size_t lse_at, split_rows_at, g_at, sums_at, size; /* offsets in the workspace and its size, in bytes */
     size_t dots_at, split_dots_at;                     /* dot_t of teacher groups; 0: it is not computed */
     size_t target_at;                                  /* pooled teacher: f32 [slot of a strip][query][block] */
+    size_t target_scale_at;                            /* its one pass: f32 [slot of a strip][query] */
 } skl_strip_layout;
 
 static inline int32_t skl_strip_num_splits(int64_t items, int64_t blocks, int64_t splits_max)
@@ -106,6 +107,8 @@ static inline skl_strip_layout skl_strip_differences_layout(const skl_problem *p
     layout.sums_at = skl_strip_reserve(
         &layout.size, gradients && p->gradients & SKL_DK_S ? layout.sum_count * (int64_t)sizeof(float) : 0);
     layout.target_at = skl_strip_reserve(&layout.size, layout.strip_slots * target_size);
+    const int64_t strip_rows = gradients && skl_is_pooled(p) ? layout.strip_slots * SKL_STRIP_TILE : 0;
+    layout.target_scale_at = skl_strip_reserve(&layout.size, strip_rows * (int64_t)sizeof(float));
     return layout;
 }
 

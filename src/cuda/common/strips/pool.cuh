@@ -239,8 +239,8 @@ __device__ inline void pool_tile_keys(const strip_params &params, const query_sl
 
 /* ---- The student's side --------------------------------------------------------------------------------------- */
 
-/* p = M of a tile of blocks, from the strip's target. Values of blocks that a row does not attend to are undefined.
- */
+/* p = M of a tile of blocks, from the strip's target; for gradients it is normalized. Values of blocks that a row
+ * does not attend to are undefined. */
 template <int N>
 __device__ inline void load_target(float (&p)[N][4], const strip_params &params, unsigned slot_index,
                                    const int (&rows)[2], int first)
@@ -253,6 +253,17 @@ __device__ inline void load_target(float (&p)[N][4], const strip_params &params,
             const float2 pair = *(const float2 *)(const void *)(from + acc_column(n, 0));
             p[n][half * 2] = pair.x;
             p[n][half * 2 + 1] = pair.y;
+        }
+    }
+    if (params.target_scale == NULL || params.call.op != SKL_OP_BACKWARD)
+        return;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const float scale = params.target_scale[strip_row(params, slot_index, rows[half])];
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            p[n][half * 2] *= scale;
+            p[n][half * 2 + 1] *= scale;
         }
     }
 }

@@ -63,6 +63,8 @@ static __global__ void __launch_bounds__(SIDE) finish_rows(const __grid_constant
         index_row row = splits[0];
         for (int split = 1; split < params.num_splits; split++)
             row = merge_rows(row, splits[split * SIDE]);
+        if (params.target_scale != NULL)
+            params.target_scale[blockIdx.x * SIDE + threadIdx.x] = exp2f(-row.state.m_a) / row.state.l_a;
         write_strip_row(params, slot, query, row);
     });
 }

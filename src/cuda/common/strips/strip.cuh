@@ -78,6 +78,8 @@ struct strip_params : skl_cuda_params {
     int64_t rest_at; /* offset from the first plane to the second, in units of 16 bytes */
     float *target;   /* pooled teacher: M of blocks [slot of the strip][query][target_stride]; NULL: not pooled */
     int64_t target_stride;
+    float *target_scale; /* pooled teacher in one pass: 1 / sum M, which the rows of a strip write, its gradients
+                          * read; [slot of the strip][query]; else NULL: M is normalized */
 };
 
 /* Differences have gradients of the student alone. */
@@ -224,11 +226,16 @@ __device__ inline head_list teacher_heads(const strip_params &params, int head)
     return heads;
 }
 
+/* Index of a query of the slot in arrays of the strip's queries. */
+__device__ inline int64_t strip_row(const strip_params &params, unsigned slot, int row)
+{
+    return (int64_t)(slot - (unsigned)params.strip_first) * SIDE + row;
+}
+
 /* A pooled teacher's target for a query of the slot, from block `first` on. */
 __device__ inline float *target_row(const strip_params &params, unsigned slot, int row, int first)
 {
-    return params.target + ((int64_t)(slot - (unsigned)params.strip_first) * SIDE + row) * params.target_stride +
-           first;
+    return params.target + strip_row(params, slot, row) * params.target_stride + first;
 }
 
 /* All index heads of a student head share its keys. */
