@@ -9,8 +9,8 @@
     SeerAttention-R  the largest head, then the largest key of each earlier block
     mass             the mean of the heads, then the sum of the keys of each visible block
 
-A step is a one-pass call; methods ending in `no LSE given` begin without the teacher's LSE. kl_ratio divides by the KL forward of the same run, and 16 rows of every problem are
-compared with float64.
+A step is a one-pass call; methods ending in `no LSE given` begin without the teacher's LSE. kl_ratio divides by the KL
+forward of the same run, and 16 rows of every problem are compared with float64.
 """
 
 from dataclasses import dataclass, replace
