@@ -368,7 +368,7 @@ static real weighted_excess(const struct run *run, int64_t h, int64_t j, real or
 static real weighted_excess_rounding(const struct run *run, int64_t h, int64_t j, real origin, real origin_rounding)
 {
     const int64_t at = h * run->row_length + j;
-    return weighted_phi_rounding(run, h, j) +
+    return weighted_phi_rounding(run, h, j) + UNDERFLOW * fabs(origin) +
            exp(run->log_p_head[at]) * (fabs(origin) * (1 + run->log_p_head_rounding[at]) + origin_rounding);
 }
 
