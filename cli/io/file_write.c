@@ -308,14 +308,36 @@ void file_write_parts(const char *path, const file_part *parts, size_t count)
         cli_fail(CLI_WRITE_FAILED, "%s: cannot write: %s", path, strerror(written ? errno : reason));
 }
 
+/* The text of the stream that is open. A stream of open_memstream loses what it has no memory for, without an error.
+ */
 static struct {
     char *data;
-    size_t size;
-} content; /* of the stream that is open */
+    size_t size, capacity;
+    bool failed;
+} content;
+
+static ssize_t append(void *cookie, const char *text, size_t size)
+{
+    (void)cookie;
+    const size_t needed = content.size + size;
+    if (needed > content.capacity) {
+        const size_t capacity = 2 * needed;
+        char *const data = realloc(content.data, capacity);
+        if (data == NULL) {
+            content.failed = true;
+            return 0;
+        }
+        content.data = data;
+        content.capacity = capacity;
+    }
+    memcpy(content.data + content.size, text, size);
+    content.size = needed;
+    return (ssize_t)size;
+}
 
 FILE *file_write_begin(void)
 {
-    FILE *const stream = open_memstream(&content.data, &content.size);
+    FILE *const stream = fopencookie(NULL, "w", (cookie_io_functions_t){.write = append});
     if (stream == NULL)
         cli_fail(CLI_NO_MEMORY, "out of memory for a file");
     return stream;
@@ -323,11 +345,12 @@ FILE *file_write_begin(void)
 
 void file_write_end(FILE *stream, const char *path)
 {
-    const bool failed = ferror(stream);
-    if (fclose(stream) != 0 || failed || content.data == NULL)
+    if (fclose(stream) != 0 || content.failed)
         cli_fail(CLI_NO_MEMORY, "%s: out of memory for its contents", path);
     file_write_parts(path, &(file_part){content.data, content.size}, 1);
     free(content.data);
+    content.data = NULL;
+    content.size = content.capacity = 0;
 }
 
 /* ---- Committing --------------------------------------------------------------------------------------------- */
