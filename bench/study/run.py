@@ -79,24 +79,13 @@ class Arm:
     def __init__(self, name: str, options: Options, others: "list[Arm]") -> None:
         same = [other for other in others if other.shape_of(other.run.options) == self.shape_of(options)]
         before = same[0].run.before if same else None
-        self.name, self.run = (
-            name,
-            Run(options, SimpleNamespace(pressed=0), before, like=others[0].run if others else None),
-        )
+        self.name, self.run = name, Run(options, SimpleNamespace(pressed=0), before, like=others[0].run if others else None)
         self.measured: list[tuple[int, float]] = []  # (step, held-out loss)
 
     @staticmethod
     def shape_of(options: Options) -> tuple:
         """Arms of one shape begin with the same student."""
-        names = (
-            "student",
-            "student_layers",
-            "student_heads",
-            "student_key_heads",
-            "init_layers",
-            "init_heads",
-            "layer_map",
-        )
+        names = ("student", "student_layers", "student_heads", "student_key_heads", "init_layers", "init_heads", "layer_map")
         return tuple(str(getattr(options, name)) for name in names)
 
     def measure(self) -> None:
@@ -149,10 +138,7 @@ class Together:
 
     def __init__(self, arms: list[Arm]) -> None:
         self.arms, first = arms, arms[0].run
-        self.teacher, self.data = (
-            SharedTeacher(first.teacher),
-            SharedBatches(first.training, first.accelerator.device),
-        )
+        self.teacher, self.data = SharedTeacher(first.teacher), SharedBatches(first.training, first.accelerator.device)
         for arm in arms:
             arm.run.training = self.data
             arm.run.objective.outputs = (self.teacher, arm.run.objective.outputs[1])
@@ -201,9 +187,7 @@ def train(arms: list[Arm]) -> Together:
 # ---- Results -----------------------------------------------------------------------------------------------------------
 
 
-def row_of(
-    arm: Arm, together: Together, losses: dict[str, torch.Tensor], given: argparse.Namespace
-) -> tuple[dict, list]:
+def row_of(arm: Arm, together: Together, losses: dict[str, torch.Tensor], given: argparse.Namespace) -> tuple[dict, list]:
     """(the row of arms.csv, the rows of curves.csv) of a trained arm."""
     run, after, before, history = arm.run, arm.run.after, arm.run.before, arm.run.history
     tokens, steps = run.tokens_per_step(), len(history)

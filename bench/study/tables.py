@@ -17,12 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 PICTURES = ("course.svg", "needles.svg", "positions.svg")
-SHOWN = (
-    "control",
-    "attention-0.03",
-    "attention-0.1",
-    "first-third-0.1",
-)  # arms with lines in the pictures of one shape
+SHOWN = ("control", "attention-0.03", "attention-0.1", "first-third-0.1")  # arms with lines in the pictures of one shape
 COLORS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf")
 
 
@@ -110,10 +105,7 @@ def indexers_table(study: Study) -> list[str]:
     lines = ["| keys | the most recent: recall | loss | after the dense stage: recall | loss | after the sparse stage: recall | loss |",
              "|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for top in sorted({top for _, _, top in study.indexers if top}):
-        found = [
-            study.indexers[key]
-            for key in (("none", "recent", top), ("dense", "sparse", top), ("sparse", "sparse", top))
-        ]
+        found = [study.indexers[key] for key in (("none", "recent", top), ("dense", "sparse", top), ("sparse", "sparse", top))]
         cells = " | ".join(f"{float(row['recall']):.3f} | {float(row['loss']):.3f}" for row in found)
         lines.append(f"| {top:,} | {cells} |")
     dense = study.indexers["none", "dense", 0]
@@ -158,9 +150,7 @@ def draw_course(plt, study: Study, path: Path) -> None:
     for (key, other), color in zip(found.items(), COLORS[1:]):
         mine, theirs = (study.curves[(*each, "held_out_loss", "student")] for each in (key, other))
         per_step = int(study.arms[key]["tokens"]) / int(study.arms[key]["steps"]) / 1e6
-        panel.plot(
-            [at * per_step for at in mine], [mine[at] - theirs[at] for at in mine], "o-", label=key[0], color=color
-        )
+        panel.plot([at * per_step for at in mine], [mine[at] - theirs[at] for at in mine], "o-", label=key[0], color=color)
     panel.axhline(0, color=COLORS[0])
     panel.set(xlabel="tokens, millions", ylabel="held-out loss less that of the control, nats")
     panel.legend(frameon=False, fontsize=8)
