@@ -5,7 +5,7 @@ indexers.py.
     tables.py [bench/study/results] [docs/study]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. The difference of an arm is that from its control: the arm
-whose name ends in "control" with the same seed, context, layers and heads; its error is twice the standard error over sequences.
+whose name ends in "control" with the same seed, context, layers, heads and steps; its error is twice the standard error over sequences.
 """
 
 import csv
@@ -18,7 +18,7 @@ from pathlib import Path
 
 PICTURES = ("course.svg", "needles.svg", "positions.svg")
 SHOWN = ("control", "attention-0.03", "attention-0.1", "first-third-0.1")  # arms with lines in the pictures of one shape
-COLORS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf")
+COLORS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf", "#1a1f2b")
 
 
 class Study:
@@ -36,9 +36,9 @@ class Study:
 
     def control(self, key):
         """The control of an arm; None if it has none."""
-        shape = [self.arms[key][name] for name in ("seed", "context", "layers", "heads")]
-        found = [other for other, row in self.arms.items()
-                 if other[0].endswith("control") and [row[name] for name in ("seed", "context", "layers", "heads")] == shape]  # fmt: skip
+        names = ("seed", "context", "layers", "heads", "steps")
+        shape = [self.arms[key][name] for name in names]
+        found = [other for other, row in self.arms.items() if other[0].endswith("control") and [row[name] for name in names] == shape]
         return found[0] if found and found[0] != key else None
 
     def difference(self, key):
