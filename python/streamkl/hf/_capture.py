@@ -200,6 +200,10 @@ class Recorder:
                 self._hooks.append((module, hooks))
                 module.__dict__["__reduce_ex__"] = partial(_reduce_detached, module)
 
+    def is_undone(self) -> bool:
+        """Whether set_attn_implementation() has taken the place of the recorder's attention."""
+        return any(not _PREFIX.match(config._attn_implementation) for config, _ in self._implementations)
+
     def _detach(self) -> None:
         for module, hooks in self._hooks:
             if not any(other.hooks(module) for other in self.others):
@@ -366,6 +370,9 @@ class Capture:
     def clear(self) -> None:
         self._step: Step | None = None
         self._layers: list[Layer] | None = None
+
+    def is_undone(self) -> bool:
+        return self._recorder is not None and self._recorder.is_undone()
 
     def close(self) -> None:
         """Clears the capture, and forgets a forward that was interrupted."""

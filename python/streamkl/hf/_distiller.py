@@ -446,9 +446,10 @@ class AttentionDistiller:
                     *sorted({(layer.kind, layer.tower) for layer in capture.layers}),
                 )
             )
+            undone = " (set_attn_implementation() between attach() and detach() ends the capture)" if capture.is_undone() else ""
             raise ValueError(
                 f"{capture.role}: the last forward of {type(capture.step.module).__name__} has no layers for {asked}; it has: "
-                f"{'; '.join(found) or 'none (set_attn_implementation() between attach() and detach() ends the capture)'}"
+                f"{'; '.join(found) or 'none' + undone}"
             )
         return layers
 
