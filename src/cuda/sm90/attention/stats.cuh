@@ -6,8 +6,8 @@
  * Bound: tensor cores, exponentials and shared memory, 256 clocks each per 64 keys x 64 queries at DIM = 128, and the
  * other arithmetic, six instructions per pair, competes with them.
  *
- *   H200, 32 heads of 128, causal, time of the KL forward: 0.75 at N = 8,192 (0.68 ms), 0.70 at 131,072; WEIGHTED
- * 0.96; heads of 64: 0.76, heads of 256: 0.59
+ *   H200, 32 heads of 128, causal, N = 8,192, time of the KL forward: 0.77 (0.73 ms), WEIGHTED 0.96; heads of 64:
+ * 0.77, heads of 256: 0.61
  *
  *   registers  X^T of two stages (64); LSE, entropy, distance and maximum of 16 queries (64)
  *
