@@ -102,6 +102,7 @@ typedef struct oracle_expectation {
     double merged_sums;      /* sums of partial states that were merged: each adds roundings */
     const double *terms;     /* gradients; NULL for row vectors */
     double product_rounding; /* largest relative error of the rounding before the product; 0: none */
+    int64_t products;        /* whose sum an element is, at most: such a kernel may lose those below 2^-126 */
     skl_dtype dtype;         /* of the computed tensor */
     int64_t count;
 } oracle_expectation;

@@ -542,7 +542,7 @@ double kernel_roundings(const char *label)
 #define ROW_MISMATCH(member, sums)                                                                                   \
     tensor_mismatch(&r->member,                                                                                      \
                     &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
-                                          kernel_roundings(label), r->merges * (sums), NULL, 0, r->member.dtype,     \
+                                          kernel_roundings(label), r->merges * (sums), NULL, 0, 0, r->member.dtype,  \
                                           tensor_count(&r->member)},                                                 \
                     f->live_q, label, #member)
 
@@ -552,19 +552,27 @@ int rows_mismatch(const fixture *f, const fixture_results *r, const char *label)
            ROW_MISMATCH(cross_entropy, 0) + ROW_MISMATCH(entropy, 0) + ROW_MISMATCH(mass, 0);
 }
 
+/* Products whose sum an element of a gradient is: pairs of a query or a key, in every head. */
+static int64_t products_at_most(const fixture *f)
+{
+    const skl_problem *const p = &f->problem;
+    const int64_t heads_s = p->heads_s * (p->student == SKL_STUDENT_INDEXER ? p->index_heads : 1);
+    return (f->length_q + p->len_k) * (p->heads_t > heads_s ? p->heads_t : heads_s);
+}
+
 #define GRADIENT_MISMATCH(member, type, live)                                                                        \
     tensor_mismatch(&r->member,                                                                                      \
                     &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
                                           kernel_roundings(label), 0, f->exact.terms.member,                         \
                                           kernel_product_rounding(kernel, &f->problem, f->problem.type),             \
-                                          r->member.dtype, tensor_count(&r->member)},                                \
+                                          products_at_most(f), r->member.dtype, tensor_count(&r->member)},           \
                     live, label, #member)
 
 /* No product follows the gradient of a sink's logit. */
 #define SINK_MISMATCH(member)                                                                                        \
     tensor_mismatch(&r->member,                                                                                      \
                     &(oracle_expectation){f->exact.member, f->naive.member, f->exact.rounding.member,                \
-                                          kernel_roundings(label), 0, NULL, 0, r->member.dtype,                      \
+                                          kernel_roundings(label), 0, NULL, 0, 0, r->member.dtype,                   \
                                           tensor_count(&r->member)},                                                 \
                     NULL, label, #member)
 
