@@ -388,7 +388,7 @@ static void test_ranks_with_different_heads_add_up(void **state)
 
 /* ---- Pooled teachers ---------------------------------------------------------------------------------------- */
 
-/* Blocks of the list are checked, and ranges of keys may cut a block. */
+/* Blocks of the list are checked, ranges of keys may cut a block, and one pass computes its LSEs. */
 static void test_calls_of_pooled_teachers(void **state)
 {
     (void)state;
@@ -409,6 +409,20 @@ static void test_calls_of_pooled_teachers(void **state)
                    "pool=1: pooled teachers have no partial states; must be 0");
     assert_false(skl_plan_supports(plan, SKL_OP_PARTIAL));
     assert_true(skl_plan_supports(plan, SKL_OP_FORWARD_BACKWARD));
+
+    test_memory of_pass = memory_create(skl_plan_workspace_size(plan, SKL_OP_FORWARD_BACKWARD), 64);
+    const skl_gradients gradients = results_gradients(&results);
+    skl_rows without_lse = rows;
+    without_lse.lse_t.data = NULL;
+    assert_refused(skl_forward_backward(plan, &f.inputs, &without_lse, &gradients, of_pass.data, of_pass.size, NULL),
+                   SKL_ERROR_ARGUMENT, "rows.lse_t=NULL: must be given: the gradients of a pooled teacher read it");
+    skl_inputs with_lse = f.inputs;
+    with_lse.lse_s = tensor_input(&results.kl);
+    assert_refused(skl_forward_backward(plan, &with_lse, &rows, &gradients, of_pass.data, of_pass.size, NULL),
+                   SKL_ERROR_ARGUMENT,
+                   "lse_s given: must be NULL in a one-pass call with a pooled teacher, which computes it");
+    memory_destroy(&of_pass);
+
     row_indices(&f, 0, 0, 4)[2] = 3; /* blocks 0, 1 and 2 are complete */
     assert_refused(skl_forward(plan, &f.inputs, &rows, workspace.data, workspace.size, NULL), SKL_ERROR_ARGUMENT,
                    "indices[0, 0, 4, 2]=3: must be -1 (none) or a block of the sequence, 0..2");
