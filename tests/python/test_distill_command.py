@@ -494,6 +494,24 @@ ERRORS = {
     "missing data": (dict(data="nowhere.npy"), "nowhere.npy: cannot be read"),
     "few": (dict(context=49), "data.npy: has sequences of 48 tokens: --context needs 49"),
     "row weight": (dict(row_weight="near"), "--row-weight='near': must be 'far', 'far:TOKENS' or 'kl'"),
+    "near": (
+        dict(row_weight=f"far:{CONTEXT}"),
+        "--row-weight=far:48: must be below --context=48: no key is that far away",
+    ),
+    "first phase": (
+        ["--attention-until", "0.5", "--output-weight", "0"],
+        "--attention-until=0.5: needs --output-weight, --language-weight or --hidden-weight above 0",
+    ),
+    "long needles": (
+        dict(needle_lengths=f"8,{2 * CONTEXT}"),
+        "--needle-lengths=[8, 96]: must be 1..48, the --context",
+    ),
+    "negative needles": (dict(needle_lengths="-5"), "--needle-lengths=[-5]: must be 1..48, the --context"),
+    "key heads": (
+        ["--relations", "kk", "--row-weight", "far:8"],
+        "student layer 0 and teacher layer 1: relation 'kk' compares 1 key heads of the student, and row_weight and head_weight "
+        "weight its 2 heads: leave out the relation or the weights",
+    ),
     "head weight": (dict(head_weight="retrieval", needles=0), "--head-weight=retrieval: needs --needles above 0"),
     "layer weight": (
         dict(layer_weight="0,0"),

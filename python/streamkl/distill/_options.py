@@ -166,6 +166,9 @@ class Options:
             raise UserError(
                 "--attention-weight, --output-weight, --language-weight, --hidden-weight: at least one must be above 0"
             )
+        if self.attention_until < 1 and others == 0:
+            raise UserError(f"--attention-until={self.attention_until:g}: needs --output-weight, --language-weight or --hidden-weight "
+                            "above 0: the steps after it learn from nothing else")  # fmt: skip
         if self.control and others == 0:
             raise UserError(
                 "--control: needs --output-weight, --language-weight or --hidden-weight above 0: the control learns from nothing else"
@@ -181,13 +184,19 @@ class Options:
         if doublings < 1 or not math.log2(doublings).is_integer():
             raise UserError(f"--start-context={self.start_context}: --context must be 1, 2, 4, 8, ... times as long")
         try:
-            parse_row_weight(self.row_weight or None)
+            kind, distance = parse_row_weight(self.row_weight or None)
         except ValueError as error:
             raise UserError(f"--{_dashed(str(error))}") from None
+        if not all(1 <= length <= self.context for length in self.needle_lengths):
+            raise UserError(f"--needle-lengths={self.needle_lengths}: must be 1..{self.context}, the --context")
         if self.head_weight == "retrieval" and not self.needles:
             raise UserError("--head-weight=retrieval: needs --needles above 0")
         if self.row_weight and self.context_parallel > 1:
             raise UserError(f"--row-weight={self.row_weight}: must be left out with --context-parallel")
+        if kind == "far" and distance >= self.context:
+            raise UserError(
+                f"--row-weight=far:{distance}: must be below --context={self.context}: no key is that far away"
+            )
         if not all(0 <= weight < math.inf for weight in self.layer_weight) or (
             self.layer_weight and not any(self.layer_weight)
         ):

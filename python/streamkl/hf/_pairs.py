@@ -95,7 +95,11 @@ class Pair:
             tensors, options, rows = self.arguments(cache, relation, temperature)
             if parallel:
                 options = {**self._of_shards(options, rows), "parallel": parallel}
-            mean, factor = rows.mean(row_weight, heads=tensors[2].shape[-3])
+            heads = tensors[2].shape[-3]
+            if row_weight is not None and row_weight.dim() == 3 and row_weight.shape[1] != heads:
+                raise ValueError(f"{self.where}: relation {relation!r} compares {heads} key heads of the student, and row_weight and "
+                                 f"head_weight weight its {row_weight.shape[1]} heads: leave out the relation or the weights")  # fmt: skip
+            mean, factor = rows.mean(row_weight, heads=heads)
             options |= mean
             loss = attention_kl(*tensors, direction=direction, **options)
             losses.append(loss if factor is None else loss * factor)
