@@ -162,3 +162,8 @@ def test_a_control_of_models_without_a_language_loss():
         for name, kl in (("before", 3.0), ("after", 1.0), ("control", 2.0))
     }
     assert verdict(found) == "The attention KL fell from 3 to 1 nats, to 2 without the attention loss."
+
+
+def test_a_kl_that_rises():
+    found = {name: SimpleNamespace(kl=kl) for name, kl in (("before", 1.0), ("after", 3.0))}
+    assert verdict(found).startswith("The attention KL did not fall: from 1 to 3 nats. ")

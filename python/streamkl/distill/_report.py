@@ -83,7 +83,8 @@ def verdict(evaluations: dict[str, Evaluation]) -> str:
     main, before, control = _main(evaluations), evaluations.get("before"), evaluations.get("control")
     if before is None:
         return f"The student's attention is {main.kl:.3g} nats from its teacher's."
-    closer = f"The attention KL fell from {before.kl:.3g} to {main.kl:.3g} nats"
+    moved = "fell" if main.kl < before.kl else "did not fall:"
+    closer = f"The attention KL {moved} from {before.kl:.3g} to {main.kl:.3g} nats"
     if control is None:
         return f"{closer}. What the attention loss adds is unknown: --control trains without it."
     closer += f", to {control.kl:.3g} without the attention loss"
