@@ -15,6 +15,7 @@ import torch
 from cases import LONG
 from distill_cases import arguments, evaluation, make_teacher, run, same
 from hf_models import bert
+from safetensors import safe_open
 
 from streamkl.distill import _checkpoint as checkpoints
 from streamkl.distill import _loop as loop
@@ -37,6 +38,11 @@ def resume(folder, out):
     a, b = (evaluation(folder / each)["after"] for each in ("whole", out))
     assert a == b
     assert (folder / out / "log.jsonl").read_text().count("\n") == 6
+
+
+def history_of(out):
+    with safe_open(out / checkpoints.NAME, "pt") as file:
+        return json.loads(file.metadata()["state"])["history"]
 
 
 def stop_at(monkeypatch, step, what):
@@ -233,3 +239,24 @@ def test_a_full_disk(folder):
     assert process.returncode == 2, error
     assert "cannot be written" in error and "continue with --resume" in error and "Traceback" not in error
     resume(folder, "full")
+
+
+def test_an_attention_phase_that_longer_runs_extend(folder):
+    """Later lines of the log may have an attention KL that the first one lacks."""
+    options = dict(attention_until=0.3, log_every=5, checkpoint_every=0, **FAST)
+    assert run(folder, "phases", steps=5, **options) == 0  # the phase is two steps
+    assert run(folder, "phases", "--resume", steps=40, **options) == 0  # 12 steps
+    assert [entry["step"] for entry in history_of(folder / "phases") if "attention" in entry] == [10]
+    assert run(folder, "phases", "--resume", steps=41, **options) == 0
+    assert "Attention KL by step" in (folder / "phases/report.html").read_text()
+
+
+def test_a_resumed_run_that_measures_something_else(folder):
+    """The student as it starts is measured on the same sequences and needles as the one that results."""
+    options = dict(held_out=folder / "data.npy", needles=0)
+    assert run(folder, "other", eval_sequences=1, **options) == 0
+    assert run(folder, "other", "--resume", eval_sequences=3, **options) == 0
+    found = evaluation(folder / "other")
+    assert [found[when]["sequences"] for when in ("before", "after")] == [3, 3]
+    assert run(folder, "anew", eval_sequences=3, **options) == 0
+    assert found == evaluation(folder / "anew")

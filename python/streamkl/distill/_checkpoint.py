@@ -161,7 +161,9 @@ def _check_entries(path: Path, name: str, entries: Any, fields: set[str], step: 
     before = 0
     for index, entry in enumerate(entries):
         where = f"{name}[{index}]"
-        is_entry = isinstance(entry, dict) and fields <= entry.keys() <= entries[0].keys()  # a phase may end
+        is_entry = isinstance(entry, dict) and fields <= entry.keys()
+        # A phase with the attention KL may end, and a longer run may extend it.
+        is_entry = is_entry and entry.keys() <= entries[0].keys() | {"attention"}
         _require(
             path,
             is_entry,

@@ -51,6 +51,7 @@ class Evaluation:
     language_sequence: dict[str, list[float]] = field(default_factory=dict)  # loss of each held-out sequence
     retrieval: list[dict[str, Any]] = field(default_factory=list)  # one per length
     maps: list[dict[str, Any]] = field(default_factory=list)  # {"pair", "head", "teacher", "student", "kl"}
+    measured: dict[str, Any] = field(default_factory=dict)  # the options that say what was measured
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,12 +65,20 @@ class Evaluation:
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read: {error}: {again}") from error
         hints = get_type_hints(cls)
+        if isinstance(found, dict):
+            found.setdefault("measured", {})  # earlier versions did not say
         if not isinstance(found, dict) or found.keys() != hints.keys():
             raise UserError(f"{path}: must be an object with {', '.join(hints)}: {again}")
         for name, hint in hints.items():
             if not _fits(found[name], hint):
                 raise UserError(f"{path}: {name}={reprlib.repr(found[name])}: must be {hint}: {again}")
         return cls(**found)
+
+
+def what_is_measured(options: Options) -> dict[str, Any]:
+    """Evaluations with the same options measure the same things."""
+    names = ("eval_sequences", "needles", "map_layers", "map_heads")
+    return {**{name: getattr(options, name) for name in names}, "needle_lengths": options.lengths}
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -98,7 +107,7 @@ def evaluate(
     batches = {
         length: needle_batches(held_out, length, options.needles, options.seed)
         for length in options.lengths
-        if length <= options.context and options.needles
+        if options.needles
     }
     total, done = count + sum(map(len, batches.values())), 0
     outputs, device = inside(lambda: (Outputs(teacher), Outputs(student))), student.device
@@ -247,7 +256,7 @@ class _Sums:
             language_sequence={
                 role: torch.cat(self.losses[role]).mean(1).tolist() for role in ("teacher", "student") if role in self.losses
             },
-            maps=self._chosen_maps(pairs),
+            maps=self._chosen_maps(pairs), measured=what_is_measured(self.options),
         )  # fmt: skip
 
     def _by_position(self, role: str) -> list[float | None]:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from . import _checkpoint as checkpoints
 from ._data import Sequences, load, order
 from ._device import make_accelerator
-from ._evaluate import Evaluation, evaluate, retrieval_scores
+from ._evaluate import Evaluation, evaluate, retrieval_scores, what_is_measured
 from ._fast import fuse_norms
 from ._logs import Log
 from ._objective import Objective, next_tokens
@@ -223,10 +223,12 @@ class Run:
         return fully_shard(self.objective)
 
     def _evaluated_before(self) -> Evaluation:
-        """Of the student as it starts. A resumed run finds it on disk."""
+        """Of the student as it starts. A resumed run finds it on disk, unless it is to measure something else."""
         path = self.out / "before.json"
         if self._resumes and path.exists():
-            return Evaluation.read(path)
+            known = Evaluation.read(path)
+            if known.measured == what_is_measured(self.options):
+                return known
         found = self._evaluate("before training")
         if self._is_main:
             checkpoints.write_json(path, found.as_json())

@@ -392,8 +392,7 @@ def _training(history, measured: Sequence[dict[str, float]], options: Options) -
     names = {"loss": "loss", "attention": "attention KL", "output": "output loss", "language": "language loss"}
     blocks = []
     for name, label in names.items():
-        if name in history[0]:
-            with_it = [entry for entry in history if name in entry]  # a phase may end
+        if with_it := [entry for entry in history if name in entry]:  # a phase may end, or be extended
             x, y = _thinned([entry["step"] for entry in with_it]), _thinned([entry[name] for entry in with_it])
             series = [dict(name=label, style="after" if name == "attention" else "loss", x=x, y=y)]
             if measured:
