@@ -446,9 +446,15 @@ def later_keys(options, rows):
     rows.keys.order = (rows.keys.order + 17) % 51
 
 
+def lses_of_the_teacher(options, rows):
+    if options["lse_t"] is None:
+        pytest.skip("the attention of this torch returns no LSEs")
+    options["lse_s"] = options["lse_t"]
+
+
 @pytest.mark.parametrize("padding, change, fault", [
     ("none", lambda options, rows: options.update(window_size=(3, 0)), "other keys"),
-    ("none", lambda options, rows: options.update(lse_s=options["lse_t"]), "LSEs of other keys"),
+    ("none", lses_of_the_teacher, "LSEs of other keys"),
     ("left", later_keys, "other keys"),
 ])  # fmt: skip
 def test_a_pair_is_proven_on_its_keys_and_lses(padding, change, fault):
