@@ -203,6 +203,16 @@ def test_statistics_fill_their_table(tree):
     assert table_of(tree, "stats")["long"] == ["1.00", "0.750", "", "5.00", "", "", "1 KiB"]
 
 
+def test_pooled_teachers_fill_their_table(tree):
+    path, both = empty(tree / "bench/results/pooled.csv"), "forward + backward"
+    append(path, case="blocks", method="KL forward", **{"pass": "forward"}, ms=1)
+    for teacher in "QSA", "SeerAttention-R", "mass":
+        append(path, case="blocks", method=teacher, **{"pass": "forward"}, ms=0.75)
+        append(path, case="blocks", method=teacher, **{"pass": both}, ms=0.875, kl_ratio=0.875, extra_bytes=1024)
+        append(path, case="blocks", method=f"{teacher}, no LSE given", **{"pass": both}, ms=1.75)
+    assert table_of(tree, "pooled")["blocks"] == ["mass", "1.00", "0.750", "0.875", "1.75", "0.88", "1 KiB"]
+
+
 def test_linearard_fills_its_table(tree):
     path = tree / "bench/results/peers.csv"
     shape = dict(heads=16, key_heads=16, batch=1, length=8192, dim=128, mask="causal")
