@@ -133,23 +133,26 @@ static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
            output->stride_head == input->stride_head && output->stride_row == input->stride_row;
 }
 
+enum { TENSORS_MAX = 64 };
+
 /* An output must not share a byte with another tensor, and the workspace with none. */
 static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensors, size_t count)
 {
-    for (size_t i = 0; i < count; i++) {
-        if (tensors[i].kind == INPUT || tensors[i].data == NULL || !has_elements(p, &tensors[i]))
+    const tensor_rule *given[TENSORS_MAX];
+    skl_layout layouts[TENSORS_MAX];
+    size_t before = 0; /* inputs come first in the tables, the workspace last */
+    for (const tensor_rule *t = tensors; t < tensors + count; t++) {
+        if (t->data == NULL || !has_elements(p, t))
             continue;
-        const skl_layout written = layout_of(p, &tensors[i]);
-        for (size_t k = 0; k < i; k++) { /* inputs come first in the tables, the workspace last */
-            if (tensors[k].data == NULL || !has_elements(p, &tensors[k]) || is_in_place(&tensors[i], &tensors[k]))
-                continue;
-            const skl_layout other = layout_of(p, &tensors[k]);
-            if (skl_layouts_overlap(&written, &other))
+        const skl_layout layout = layout_of(p, t);
+        for (size_t k = 0; k < before && t->kind != INPUT; k++)
+            if (!is_in_place(t, given[k]) && skl_layouts_overlap(&layout, &layouts[k]))
                 return skl_fail(SKL_ERROR_ARGUMENT,
                                 "%s=%p and %s=%p overlap: %s must not share memory with another tensor",
-                                tensors[k].name, tensors[k].data, tensors[i].name, tensors[i].data,
-                                tensors[i].kind == OUTPUT ? "an output" : "the workspace");
-        }
+                                given[k]->name, given[k]->data, t->name, t->data,
+                                t->kind == OUTPUT ? "an output" : "the workspace");
+        given[before] = t;
+        layouts[before++] = layout;
     }
     return SKL_OK;
 }
@@ -291,6 +294,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
         ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
               (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
     };
+    _Static_assert(sizeof tensors / sizeof tensors[0] <= TENSORS_MAX, "arrays of check_overlaps");
     return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
 }
 
