@@ -30,7 +30,10 @@ def test_the_base_model_teaches(fused):
         student.train()
         torch.manual_seed(4)
         steps = []
-        with warnings.catch_warnings(), AttentionDistiller(None if shares else base, student, fused=fused) as distiller:
+        with (
+            warnings.catch_warnings(),
+            AttentionDistiller(None if shares else base, student, fused=fused) as distiller,
+        ):
             warnings.simplefilter("error")
             for seed in 1, 2:
                 student.zero_grad()
@@ -75,6 +78,34 @@ def test_trainer(tmp_path):
         trainer.train()
         weights.append({name: p.detach() for name, p in student.named_parameters() if p.requires_grad})
     assert weights[0] and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(target_modules=["q_proj", "embed_tokens"]), dict(target_modules=["q_proj"], trainable_token_indices=[1])],
+)
+def test_adapters_of_embeddings(options):
+    """The teacher's vocabulary is that of the module inside."""
+    base = llama()
+    student = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, init_lora_weights=False, **options))
+    found = []
+    for teacher in None, base:
+        with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
+            student(**batch("left"))
+            found.append(distiller.loss())
+    assert found[0] > 0
+    torch.testing.assert_close(*found)
+
+
+def test_a_prefix_has_no_teacher():
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    student = peft.get_peft_model(llama(), config)
+    with AttentionDistiller(None, student) as distiller:
+        student(**batch("left"))
+        with pytest.raises(
+            ValueError, match="after 3 keys of past_key_values, as in prefix tuning, which the teacher"
+        ):
+            distiller.loss()
 
 
 def test_other_students_have_no_base_model():

@@ -16,7 +16,13 @@ _OF_ONE_MODEL = {
     "inputs_embeds": "its own embeddings", "decoder_inputs_embeds": "its own embeddings", "encoder_outputs": "its own hidden states"
 }  # fmt: skip
 _MASKS = ("attention_mask", "decoder_attention_mask")
-_NOT_FOR_TEACHER = {"past_key_values", "num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states"}
+_NOT_FOR_TEACHER = {
+    "past_key_values",
+    "num_items_in_batch",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+}
 _ADVICE = "run the teacher on the student's batch after the last loss(), or not at all: loss() runs it"
 
 
@@ -29,6 +35,12 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
                 f"AttentionDistiller: the student ran on {name}, which are {what} and not the teacher's: run the teacher on the same "
                 "tokens before loss(), and pass check_input=False"
             )
+    ids, mask = (given.get(name) for name in ("input_ids", "attention_mask"))
+    if "past_key_values" in given and ids is not None and mask is not None and ids.shape[1] < mask.shape[-1]:
+        raise ValueError(
+            f"AttentionDistiller: the student ran on {ids.shape[1]} tokens after {mask.shape[-1] - ids.shape[1]} keys of "
+            "past_key_values, as in prefix tuning, which the teacher does not have: train the student without them"
+        )
     module = teacher.model if student.step.module is student.model else teacher.model.base_model
     accepted = inspect.signature(module.forward).parameters
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
@@ -69,12 +81,17 @@ def _check_vocabulary(teacher: Capture, student: Capture, given: dict[str, Any])
     ids = given.get("input_ids")
     if ids is None:  # a model that sees or hears has none
         return
-    sizes = [capture.model.get_input_embeddings().num_embeddings for capture in (teacher, student)]
+    sizes = [_vocabulary(capture.model.get_input_embeddings()) for capture in (teacher, student)]
     if sizes[1] > sizes[0] and (largest := int(ids.max())) >= sizes[0]:
         raise ValueError(
             f"input_ids contains {largest}: the teacher has {sizes[0]} tokens and the student {sizes[1]}; both must read the same "
             "tokens"
         )
+
+
+def _vocabulary(embeddings: torch.nn.Module) -> int:
+    """The number of tokens; an adapter of PEFT wraps the module that has it."""
+    return next(each.num_embeddings for each in embeddings.modules() if hasattr(each, "num_embeddings"))  # type: ignore[misc]
 
 
 def check_same_input(teacher: Capture, student: Capture) -> None:
