@@ -101,6 +101,15 @@ def plain(path, sizes, options, **more):
     return _make(transformers.Trainer, arguments(path, **sizes), options, train_dataset=dataset(), **more)
 
 
+def left_padded(path, sizes, options, **more):
+    """Every token has a label, and so has the first one after the padding."""
+    data = []
+    for i, each in enumerate(dataset()):
+        mask = (torch.arange(12) >= 2 * (i % 5)).long()
+        data.append(dict(each, attention_mask=mask, labels=each["input_ids"].masked_fill(mask == 0, -100)))
+    return _make(transformers.Trainer, arguments(path, **sizes), options, train_dataset=data, **more)
+
+
 def unlabeled(path, sizes, options, **more):
     data = [{name: each[name] for name in ("input_ids", "attention_mask")} for each in dataset()]
     return _make(transformers.Trainer, arguments(path, **sizes), options, train_dataset=data, **more)
@@ -183,7 +192,7 @@ def _make(kind, config, options, teacher_name="teacher", **more):
 
 
 TRAINERS = dict(
-    plain=plain, unlabeled=unlabeled, sft=sft, sft_packing=sft_packing, sft_padding_free=sft_padding_free, sft_label_smoothing=sft_label_smoothing, gkd=gkd, dpo=dpo,
+    plain=plain, left_padded=left_padded, unlabeled=unlabeled, sft=sft, sft_packing=sft_packing, sft_padding_free=sft_padding_free, sft_label_smoothing=sft_label_smoothing, gkd=gkd, dpo=dpo,
     distillation=distillation,
 )  # fmt: skip
 
@@ -222,7 +231,7 @@ def dense_gradient(read, labels, rows="all"):
             attention_t = teacher(**inputs, output_attentions=True, use_cache=False).attentions
         attention_s = student(**inputs, output_attentions=True, use_cache=False).attentions
         if rows == "labels":
-            counted = torch.nn.functional.pad(targets[:, 1:] != -100, (0, 1))
+            counted = counted & torch.nn.functional.pad(targets[:, 1:] != -100, (0, 1))
         for p, s in zip(attention_t, attention_s):
             p, s = (each.transpose(1, 2)[counted] for each in (p, s))  # [rows, heads, keys]
             seen = p > 0

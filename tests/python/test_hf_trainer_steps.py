@@ -10,7 +10,7 @@ from cases import LONG
 from hf_trainer_cases import TRAINERS, check, run_step
 
 SCRIPT = Path(__file__).parent / "hf_trainer_cases.py"
-OTHERS = [name for name in TRAINERS if name not in ("plain", "unlabeled")]
+OTHERS = [name for name in TRAINERS if name not in ("plain", "left_padded", "unlabeled")]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 8])
@@ -18,6 +18,11 @@ OTHERS = [name for name in TRAINERS if name not in ("plain", "unlabeled")]
 def test_trainer(tmp_path, rows, accumulate):
     """The micro-batches have different shares of padding and of labels."""
     check(*run_step(tmp_path, "plain", accumulate, rows), rows)
+
+
+def test_left_padding(tmp_path):
+    """Padding predicts no token: its row does not count, whatever the label after it."""
+    check(*run_step(tmp_path, "left_padded", 8, "labels"), "labels")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 8])

@@ -63,7 +63,8 @@ class DistillationMixin(_Trainer):
     """Adds ``kl_weight`` times the attention KL to the loss of a Trainer. Put it before the trainer in the list of bases.
 
     The KL of a step is the mean over all its rows, in all micro-batches and on all processes, whatever the loss of the
-    model divides by. So neither gradient accumulation nor the number of processes changes the gradient. A trainer that
+    model divides by. So neither gradient accumulation nor the number of processes changes the gradient; with the
+    ``row_weight`` of the distiller, every micro-batch has a weighted mean of its own. A trainer that
     generates its inputs inside ``training_step`` (on-policy GKD) does not know all rows in advance: there every
     micro-batch counts the same. Without labels, the KL is the only loss of a plain Trainer.
 
@@ -161,7 +162,12 @@ class DistillationMixin(_Trainer):
         labels = inputs.get("labels")
         if labels is None:
             return None
-        return ((labels[..., 1:] if predicts_next_token(self.distiller.student.model) else labels) != -100).sum()
+        counted, mask = labels != -100, inputs.get("attention_mask")
+        if predicts_next_token(self.distiller.student.model):
+            counted = torch.nn.functional.pad(counted[..., 1:], (0, 1))
+            if mask is not None and mask.shape == labels.shape:
+                counted = counted & (mask != 0)  # a first token after padding is predicted by no row
+        return counted.sum()
 
     # ---- The loss ----------------------------------------------------------------------------------------------------
 
