@@ -19,6 +19,7 @@ from streamkl.distill._make_student import (
     _with_fewer_heads,
     make_student,
 )
+from streamkl.distill._objective import Objective
 from streamkl.distill._options import Options, UserError
 
 SMALL = dict(vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=4, pad_token_id=0)
@@ -144,6 +145,27 @@ def test_periods_by_layer():
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     with pytest.raises(UserError, match="student layer 0 is no copy of teacher layer 1: .* choose other layers"):
         made(teacher, student_layers=2, init_layers=[1, 3])
+
+
+def test_options_count_the_layers_that_attend(tmp_path, capsys):
+    """Layers 1 and 3 attend: they are 0 and 1 of --layer-weight and --layer-map, also for their hidden states."""
+    options = dict(attention_weight=0.0, output_weight=0.0, hidden_weight=1.0, layer_map=[1, 0])
+    teacher, student, ids = jamba(), jamba(), torch.arange(1, 8)[None]
+    losses = Objective(teacher, student, Options(**options), {})(ids)
+    states_t, states_s = (
+        model(input_ids=ids, output_hidden_states=True).hidden_states for model in (teacher, student)
+    )
+    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((2, 4), (4, 2))]
+    torch.testing.assert_close(losses["hidden"], torch.stack(errors).mean())
+    with pytest.raises(
+        UserError, match=r"--layer-map=\[3\]: the student has 2 layers that attend, and the teacher 2"
+    ):
+        Objective(teacher, student, Options(**options | dict(layer_map=[3])), {})
+    make_teacher(tmp_path, jamba)
+    all_layers = dict(student_layers=4, student_heads=4, **FAST)
+    assert run(tmp_path, "out", layer_weight="0,1", **all_layers) == 0
+    assert run(tmp_path, "out", "--overwrite", layer_weight="0,1,0,1", **all_layers) == 2
+    assert "must have 2 numbers, one per student layer that attends" in capsys.readouterr().err
 
 
 def test_vision_tower_stays():

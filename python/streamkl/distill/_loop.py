@@ -26,7 +26,7 @@ from ._device import make_accelerator
 from ._evaluate import Evaluation, evaluate, retrieval_scores, what_is_measured
 from ._fast import fuse_norms
 from ._logs import Log
-from ._objective import Objective, next_tokens
+from ._objective import Objective, attention_layers, next_tokens
 from ._options import Options, UserError
 from ._output import rehearsal, summary, write_divergence, write_model, write_results
 from ._student import check_tokenizers, load_student, load_teacher, load_tokenizer
@@ -123,9 +123,9 @@ class Run:
         """Options of the distiller: how rows, heads and layers count in the attention KL."""
         options = self.options
         layers = dict(enumerate(options.layer_weight))
-        if options.layer_weight and len(layers) != (count := self.student.config.get_text_config().num_hidden_layers):
+        if options.layer_weight and len(layers) != (count := len(attention_layers(self.student))):
             raise UserError(
-                f"--layer-weight={options.layer_weight}: must have {count} numbers, one per student layer"
+                f"--layer-weight={options.layer_weight}: must have {count} numbers, one per student layer that attends"
             )
         heads = None
         if options.head_weight == "retrieval":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..hf import AttentionDistiller
+from ..hf import AttentionDistiller, capture
 from ..hf._adapters import eval_mode
 from ..hf._maps import nearest_layer
 from ._fast import rounded_weights
@@ -42,8 +42,8 @@ class Objective(torch.nn.Module):
         self.ranks = options.context_parallel
         # A recomputation and FSDP look for the weights after the forward, when the rounded ones are gone.
         self.rounds = options.precision == "bfloat16" and not (options.gradient_checkpointing or options.shard)
-        if "hidden" in self.weights:  # the teacher layer of each student layer
-            self._layers = options.layer_map or _even_layers(teacher, student)
+        if "hidden" in self.weights:
+            self._layers = _hidden_layers(teacher, student, options.layer_map)
 
     def attached(self) -> Any:
         """Inside this context the attention of both models is recorded, if the loss needs it."""
@@ -107,7 +107,7 @@ class Objective(torch.nn.Module):
             total, *both = output_losses(outputs_t.head, outputs_s.head, compared, hidden_s, labels, weights, labeled)
             losses |= {name: loss for name, loss in zip(("output", "language"), both) if name in self.weights}
         if states_s is not None and states_t is not None:
-            pairs = [(state, states_t[j + 1]) for state, j in zip(states_s[1:], self._layers)]
+            pairs = [(states_s[i + 1], states_t[j + 1]) for i, j in self._layers.items()]
             losses["hidden"] = torch.stack([_relative_error(*pair) for pair in pairs]).mean()
             total = total + self.weights["hidden"] * losses["hidden"]
         if "attention" in losses:
@@ -115,10 +115,25 @@ class Objective(torch.nn.Module):
         return {**losses, "loss": total}
 
 
-def _even_layers(teacher: Any, student: Any) -> list[int]:
-    """The teacher layer of each student layer: evenly spread."""
+def _hidden_layers(teacher: Any, student: Any, layer_map: list[int]) -> dict[int, int]:
+    """The teacher layer of each student layer whose hidden states are compared. Default: all layers, evenly spread."""
+    if layer_map:
+        of_teacher, of_student = attention_layers(teacher), attention_layers(student)
+        if len(layer_map) > len(of_student) or max(layer_map) >= len(of_teacher):
+            raise UserError(f"--layer-map={layer_map}: the student has {len(of_student)} layers that attend, and the teacher "
+                            f"{len(of_teacher)}, numbered from 0")  # fmt: skip
+        return {i: of_teacher[j] for i, j in zip(of_student, layer_map)}
     count_t, count_s = (model.config.get_text_config().num_hidden_layers for model in (teacher, student))
-    return [nearest_layer(range(count_t), i, count_s, count_t) for i in range(count_s)]
+    return {i: nearest_layer(range(count_t), i, count_s, count_t) for i in range(count_s)}
+
+
+@torch.no_grad()
+def attention_layers(model: Any) -> list[int]:
+    """The number of each layer that attends, among all layers: a hybrid model has others, too, which no option counts."""
+    with eval_mode(model), capture(model) as layers:
+        Outputs(model).hidden(_some_tokens(model))
+    names = [layer.name for layer in layers if (layer.kind, layer.tower) == ("self", "language")]
+    return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
 
 
 def _relative_error(state_s: torch.Tensor, state_t: torch.Tensor) -> torch.Tensor:
@@ -157,11 +172,15 @@ class Outputs:
         return answer.logits if isinstance(self.head, torch.nn.Identity) else answer.last_hidden_state
 
 
+def _some_tokens(model: Any) -> torch.Tensor:
+    return torch.arange(8, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+
+
 @torch.no_grad()
 def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
     """Whether the logits are the head's output for the last hidden states: not for models that scale or cap them."""
     # Several tokens: the embedding of padding, often token 0, may be 0, and so are its logits then, whatever the model does.
-    ids = torch.arange(8, device=model.device)[None] % model.get_input_embeddings().num_embeddings
+    ids = _some_tokens(model)
     with eval_mode(model):
         logits = model(input_ids=ids).logits
         plain = head(model.base_model(input_ids=ids).last_hidden_state)
