@@ -263,9 +263,9 @@ class Recorder:
         if not is_compiling:
             for capture in self.captures:
                 capture.before_forward()
-        for module, slot in self.slots.items():
+        for layer, slot in self.slots.items():
             if slot.apart is not None:
-                self.apart[module] = slot.apart  # dynamo of torch 2.6 traces no update()
+                self.apart[layer] = slot.apart  # dynamo of torch 2.6 traces no update()
         self.slots = {}
         versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
         region = None if is_compiling else active_region()
