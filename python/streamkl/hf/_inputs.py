@@ -91,7 +91,8 @@ def _check_vocabulary(teacher: Capture, student: Capture, given: dict[str, Any])
 
 def _vocabulary(embeddings: torch.nn.Module) -> int:
     """The number of tokens; an adapter of PEFT wraps the module that has it."""
-    return next(each.num_embeddings for each in embeddings.modules() if hasattr(each, "num_embeddings"))  # type: ignore[misc]
+    sizes = (getattr(each, "num_embeddings", None) for each in embeddings.modules())
+    return next(size for size in sizes if size is not None)
 
 
 def check_same_input(teacher: Capture, student: Capture) -> None:
