@@ -118,6 +118,20 @@ def test_the_gradient_is_that_of_the_weighted_mean():
         assert (found - expected).norm() < 2e-4 * expected.norm()
 
 
+def test_rows_are_weighted_by_the_kl_at_the_temperature():
+    teacher, student = llama().eval(), llama().eval()
+    inputs, _ = padded("left")
+    options = dict(row_weight="kl", temperature=3.0, layer_map={1: 1})
+    with AttentionDistiller(teacher, student, **options) as distiller, torch.no_grad():
+        student(**inputs)
+        ((p, s),) = (distributions(pair) for pair in distiller.pairs().values())
+        found = distiller.loss()
+    softer = [(each ** (1 / 3)) / (each ** (1 / 3)).sum(-1, keepdim=True).clamp(min=1e-30) for each in (p, s)]
+    kl = row_kl(*softer)
+    expected = 9 * weighted_mean(kl, kl, inputs["attention_mask"].bool())
+    torch.testing.assert_close(found.double(), expected, rtol=2e-4, atol=1e-6)
+
+
 def test_heads_and_rows_multiply():
     """A weight of a head, a weight of a row and far rows: their product, also for a head map and for one layer alone."""
     teacher, student = llama().eval(), llama().eval()

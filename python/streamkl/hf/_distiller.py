@@ -295,7 +295,7 @@ class AttentionDistiller:
         apart = self._why_apart(parallel, share)
         counted = {key: pair for key, pair in pairs.items() if self.layer_weight.get(key[0], 1) > 0}
         for (i, j), pair in (counted or pairs).items():
-            weight = self._weights.of(i, pair, given, self.direction, cache)
+            weight = self._weights.of(i, pair, given, self.direction, self.temperature, cache)
             if not parallel:
                 self._prove_pair((i, j), pair, cache)
             reason = apart

@@ -197,9 +197,9 @@ class Pair:
             )
         return {**options, "lse_t": None, "lse_s": None}
 
-    def row_losses(self, direction: Direction, cache: RowCache) -> torch.Tensor:
-        """The attention KL of each row, [batch, heads_s, len_q], NaN for padding."""
-        tensors, options, rows = self.arguments(cache)
+    def row_losses(self, direction: Direction, cache: RowCache, temperature: float = 1.0) -> torch.Tensor:
+        """The attention KL of each row, [batch, heads_s, len_q], NaN for padding; not multiplied by temperature**2."""
+        tensors, options, rows = self.arguments(cache, "qk", temperature)
         kl = attention_kl(*tensors, direction=direction, reduction="none", **options)
         return rows.unpack_rows(kl, self.s.q.shape[0], self.s.q.shape[2])
 

@@ -33,7 +33,7 @@ class Weights:
         return list(self._heads)
 
     def of(
-        self, layer: int, pair: Pair, given: torch.Tensor | None, direction: Direction, cache: RowCache
+        self, layer: int, pair: Pair, given: torch.Tensor | None, direction: Direction, temperature: float, cache: RowCache
     ) -> torch.Tensor | None:  # fmt: skip
         """[batch, len_q] or [batch, heads_s, len_q], the product of all weights and of the `given` [batch, len_q]; None: all 1."""
         found = None if given is None else pair.fitting(given)
@@ -46,7 +46,7 @@ class Weights:
             product = product * far_mass(pair, self.distance, whole)
         elif self.rows == "kl":
             with torch.no_grad():
-                product = product * pair.row_losses(direction, whole).nan_to_num(0.0)
+                product = product * pair.row_losses(direction, whole, temperature).nan_to_num(0.0)
         if heads is not None:
             batch, count, length = pair.s.q.shape[:3]
             if len(heads) != count:
