@@ -25,7 +25,7 @@ from streamkl.distill import _device as devices
 from streamkl.distill import _loop as loop
 from streamkl.distill import cli, distill
 from streamkl.distill._checkpoint import to_json
-from streamkl.distill._evaluate import _heads_of, retrieval_scores
+from streamkl.distill._evaluate import _heads_of, evaluate, retrieval_scores
 from streamkl.distill._logs import Log
 from streamkl.distill._needles import DEPTHS, KEY, VALUE, NeedleBatch, Retrieval, needle_batches
 from streamkl.distill._output import summary
@@ -104,6 +104,13 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
     out = str(folder / "eval")
     options = ["--options", str(trained / "options.toml"), "--student", str(trained / "student"), "--out", out]
     assert main(["eval", *options, "--data", str(folder / "held-out.npy")]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(
+        evaluation(trained)["after"]["kl"], rel=1e-5
+    )
+    # Without --data, the held-out data of the run, and not what the student has learnt.
+    own = (trained / "options.toml").read_text().replace("held-out = []", f'held-out = ["{folder / "held-out.npy"}"]')
+    (folder / "own.toml").write_text(own)
+    assert main(["eval", "--options", str(folder / "own.toml"), *options[2:]]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(
         evaluation(trained)["after"]["kl"], rel=1e-5
     )
@@ -259,6 +266,14 @@ def test_retrieval_scores_of_the_teacher():
     found = retrieval_scores(teacher, student, texts, options, nullcontext)
     assert {i: len(scores) for i, scores in found.items()} == {0: 2, 1: 2}
     assert all(0 <= score <= 1 for scores in found.values() for score in scores) and not student.training
+
+
+def test_parts_of_the_kl_by_distance_add_up():
+    """Also where the cells of a map have different numbers of rows."""
+    texts = data.Sequences(np.random.default_rng(0).integers(0, 100, (2, 100)), ([], []))
+    options = Options(context=100, needles=0, eval_sequences=2, layer_map=[1, 0])
+    found = evaluate(llama(), llama(), texts, options)
+    np.testing.assert_allclose(np.sum(found.kl_distance, 1), found.kl_layer, rtol=1e-4)
 
 
 def test_lengths_without_room_for_a_needle(folder, monkeypatch):
@@ -557,6 +572,11 @@ def test_errors(folder, capsys, case):
         ("broken.safetensors", b"\xff" * 40, "broken.safetensors: cannot be read"),
         ("broken.jsonl", b'{"text": \n', "broken.jsonl: cannot be read"),
         ("other.jsonl", b'{"words": "a"}\n', "other.jsonl:1: has no field 'text'"),
+        (
+            "fractions.jsonl",
+            b'{"text": [1, 2]}\n{"text": [1.5]}\n',
+            "fractions.jsonl:2: 'text' is a list: must contain whole numbers",
+        ),
         ("packed.txt", b"\x28\xb5\x2f\xfd" * 9, "packed.txt: is a zstd file: unpack it"),
         ("broken.parquet", b"PAR1 nothing else", "broken.parquet: cannot be read"),
         ("latin.txt", b"\xe4\xf6\xfc" * 9, "latin.txt: cannot be read"),

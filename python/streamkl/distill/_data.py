@@ -198,6 +198,8 @@ def _documents(path: str, field: str) -> Iterator[str | list[int]]:
         document = record.get(field) if isinstance(record, dict) else None
         if not isinstance(document, (str, list)):
             raise UserError(f"{path}:{number}: has no field {field!r} with text: pass --text-field")
+        if isinstance(document, list) and not all(type(token) is int for token in document):
+            raise UserError(f"{path}:{number}: {field!r} is a list: must contain whole numbers, the tokens of a text")
         yield document
 
 

@@ -267,15 +267,14 @@ class _Sums:
         """KL by the distance of a key, in doubling steps of map cells: a cell is as wide as the context / BUCKETS."""
         size = next(iter(self.kl_maps.values())).shape[0]
         apart = (torch.arange(size)[:, None] - torch.arange(size)).abs()
+        rows = torch.tensor([self.length * cell // size for cell in range(size + 1)]).diff()[:, None]  # of each cell
         steps = [0, 1]
         while steps[-1] < size:
             steps.append(min(2 * steps[-1], size))
         distances = []
         for pair in pairs:
-            image = self.kl_maps[pair] / count
-            distances.append(
-                [image[(apart >= a) & (apart < b)].sum().item() / size for a, b in zip(steps, steps[1:])]
-            )
+            image = self.kl_maps[pair] / count * rows / self.length
+            distances.append([image[(apart >= a) & (apart < b)].sum().item() for a, b in zip(steps, steps[1:])])
         return [step * self.length // size for step in steps], distances
 
     def _chosen_maps(self, pairs: list) -> list[dict[str, Any]]:

@@ -72,7 +72,11 @@ def _evaluate(given: list[str]) -> int:
         description="Compares the attention of a student with that of its teacher on held-out data: KL, retrieval, maps.",
     )  # fmt: skip
     add_arguments(parser, _EVALUATION)
-    options = options_from(parser.parse_args(given))
+    arguments = parser.parse_args(given)
+    options = options_from(arguments)
+    if options.held_out and "data" not in arguments:
+        # The options of a run, whose data is what its student has learnt.
+        options = dataclasses.replace(options, data=options.held_out)
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
     if not options.eval_sequences:
