@@ -118,6 +118,15 @@ def test_the_gradient_is_that_of_the_weighted_mean():
         assert (found - expected).norm() < 2e-4 * expected.norm()
 
 
+def test_heads_without_a_weight():
+    teacher, student = llama().eval(), llama().eval()
+    options = dict(head_map={1: 0}, head_weight=[1, 0, 1, 1])
+    with AttentionDistiller(teacher, student, **options) as distiller, torch.no_grad():
+        student(**padded("none")[0])
+        with pytest.raises(ValueError, match=r"head_weight=\[1.0, 0.0, .*: the heads of head_map, \[1\], have no weight"):
+            distiller.loss()
+
+
 def test_rows_are_weighted_by_the_kl_at_the_temperature():
     teacher, student = llama().eval(), llama().eval()
     inputs, _ = padded("left")
@@ -187,7 +196,8 @@ def test_a_fused_step_has_the_same_gradients():
 def test_nothing_far_away():
     """A mean of nothing is 0, and so is its gradient."""
     student = llama()
-    loss = loss_of(llama(), student, batch(), row_weight="far:1000")
+    with pytest.warns(UserWarning, match="row_weight='far:1000': no key of the batch is that far away"):
+        loss = loss_of(llama(), student, batch(), row_weight="far:1000")
     loss.backward()
     assert loss == 0 and not any(p.grad is not None and p.grad.any() for p in student.parameters())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
@@ -43,6 +44,9 @@ class Weights:
         product: Any = 1.0 if found is None else found[:, None]
         whole = cache if cache.share == 1 else RowCache()
         if self.rows == "far":
+            if self.distance >= pair.s.k.shape[2]:
+                warnings.warn(f"AttentionDistiller: row_weight='far:{self.distance}': no key of the batch is that far away: no row counts, "
+                              "and its KL is 0", stacklevel=5)  # fmt: skip
             product = product * far_mass(pair, self.distance, whole)
         elif self.rows == "kl":
             with torch.no_grad():
@@ -52,6 +56,8 @@ class Weights:
             if len(heads) != count:
                 raise ValueError(f"{pair.where}: head_weight has {len(heads)} weights: must be {count}, one per student head")
             chosen = heads if pair.heads is None else [heads[head] for head in pair.heads]
+            if not any(chosen):
+                raise ValueError(f"{pair.where}: head_weight={heads}: the heads of head_map, {list(pair.heads or {})}, have no weight")
             product = product * torch.tensor(chosen, device=pair.s.q.device)[:, None].expand(batch, -1, length)
         return product
 
