@@ -128,6 +128,14 @@ def test_relations(relation):
     torch.testing.assert_close(both, (found + loss_of(teacher, student, inputs, layer_map={1: 1})) / 2)
 
 
+def test_shared_keys_have_no_head_map():
+    """Head 2 and head 3 have key head 1: a map of heads does not say which key heads to compare."""
+    teacher, student = llama(), llama()
+    with pytest.raises(ValueError, match="head_map names heads of queries, and relation 'kk' compares key heads"):
+        loss_of(teacher, student, batch(), relations=("kk",), head_map={0: 1})
+    assert loss_of(teacher, student, batch(), relations=("qq",), head_map={0: 3}) > 0
+
+
 @pytest.mark.parametrize("relation", ["qq", "kk", "vv"])
 def test_relation_heads(relation):
     """MiniLMv2, in float64: heads of the models whose numbers do not divide each other."""

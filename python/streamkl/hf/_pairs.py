@@ -264,6 +264,9 @@ class Pair:
         if heads is not None:
             q_t, k_t, q_s, k_s = (self._regrouped(tensor, heads) for tensor in (q_t, k_t, q_s, k_s))
         elif self.heads is not None:
+            if any(each.shape[1] != layer.q.shape[1] for each, layer in ((q_t, self.t), (q_s, self.s))):
+                raise ValueError(f"{self.where}: head_map names heads of queries, and relation {relation!r} compares key heads, which several "
+                                 "of them share: leave out the relation or the head_map")  # fmt: skip
             maps.check_heads(self.heads, q_t.shape[1], q_s.shape[1], self.where)
             q_t, k_t, lse_t = maps.select_heads(list(self.heads.values()), q_t, k_t, lse_t)
             q_s, k_s, lse_s = maps.select_heads(list(self.heads), q_s, k_s, lse_s)
