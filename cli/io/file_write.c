@@ -308,30 +308,24 @@ void file_write_parts(const char *path, const file_part *parts, size_t count)
         cli_fail(CLI_WRITE_FAILED, "%s: cannot write: %s", path, strerror(written ? errno : reason));
 }
 
-/* The text of the stream that is open. A stream of open_memstream loses what it has no memory for, without an error.
- */
+/* The text of the open stream. open_memstream loses what it has no memory for, without an error. */
 static struct {
     char *data;
-    size_t size, capacity;
+    size_t size;
     bool failed;
 } content;
 
 static ssize_t append(void *cookie, const char *text, size_t size)
 {
     (void)cookie;
-    const size_t needed = content.size + size;
-    if (needed > content.capacity) {
-        const size_t capacity = 2 * needed;
-        char *const data = realloc(content.data, capacity);
-        if (data == NULL) {
-            content.failed = true;
-            return 0;
-        }
-        content.data = data;
-        content.capacity = capacity;
+    char *const data = realloc(content.data, content.size + size);
+    if (data == NULL) {
+        content.failed = true;
+        return 0;
     }
-    memcpy(content.data + content.size, text, size);
-    content.size = needed;
+    memcpy(data + content.size, text, size);
+    content.data = data;
+    content.size += size;
     return (ssize_t)size;
 }
 
@@ -350,7 +344,7 @@ void file_write_end(FILE *stream, const char *path)
     file_write_parts(path, &(file_part){content.data, content.size}, 1);
     free(content.data);
     content.data = NULL;
-    content.size = content.capacity = 0;
+    content.size = 0;
 }
 
 /* ---- Committing --------------------------------------------------------------------------------------------- */
