@@ -81,9 +81,8 @@ double oracle_excess(const oracle_expectation *expected, oracle_error naive, int
         return 0;
     if (!isfinite(exact))
         return INFINITY;
-    const bool rounds_products = expected->terms && expected->product_rounding > 0;
-    const double lost = rounds_products ? fmin(expected->terms[n], 0x1p-126 * (double)expected->products) : 0;
-    const double product = rounds_products ? expected->product_rounding * expected->terms[n] + lost : 0;
+    const double terms = expected->terms && expected->product_rounding > 0 ? expected->terms[n] : 0;
+    const double product = expected->product_rounding * terms + fmin(terms, 0x1p-126 * (double)expected->products);
     const double merged = expected->merged_sums * (exponential_roundings + 2); /* a product and an addition each */
     const double roundings = expected->roundings * (expected->rounding[n] + merged);
     const double naive_error = fmin(naive.absolute, naive.in_roundings * expected->rounding[n]);

@@ -11,8 +11,7 @@ skl_output skl_contiguous_output(int64_t heads, int64_t rows, int64_t dim)
 skl_input skl_contiguous_input(int64_t heads, int64_t rows, int64_t dim)
 {
     const skl_output tensor = skl_contiguous_output(heads, rows, dim);
-    const skl_input input = {tensor.data, tensor.stride_batch, tensor.stride_head, tensor.stride_row};
-    return input;
+    return skl_input_of(&tensor);
 }
 
 skl_inputs skl_contiguous_inputs(const skl_problem *p)

@@ -11,7 +11,7 @@ static void add_required_rows(const skl_problem *p, const skl_needs *needs, skl_
 {
     const int64_t rows_q = skl_query_rows(p).rows;
     skl_inputs *const in = &call->inputs;
-    const bool halves = skl_call_has_halves(p, call);
+    const bool halves = skl_op_has_halves(p, call->op);
     if (halves) {
         call->rows.lse_t = skl_contiguous_output(p->heads_t, rows_q, 1);
         call->rows.lse_s = skl_contiguous_output(p->heads_s, rows_q, 1);

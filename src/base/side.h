@@ -138,9 +138,9 @@ SKL_HOST_DEVICE skl_input skl_known_rows(int rows_known, const skl_input *given,
 
 /* A pooled target is divided by a sum over its whole row. So a one-pass call is a forward, and a backward that reads
  * the row results of the forward. Kernels that keep the targets of some rows do both for these rows. */
-SKL_HOST_DEVICE bool skl_call_has_halves(const skl_problem *p, const skl_call *call)
+SKL_HOST_DEVICE bool skl_op_has_halves(const skl_problem *p, skl_op op)
 {
-    return call->op == SKL_OP_FORWARD_BACKWARD && skl_is_pooled(p);
+    return op == SKL_OP_FORWARD_BACKWARD && skl_is_pooled(p);
 }
 
 /* The half with this operation: SKL_OP_FORWARD or SKL_OP_BACKWARD. */

@@ -198,7 +198,7 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
     const char *const teacher_groups_only = " unless heads_t > heads_s";
-    const bool halves = skl_call_has_halves(p, call);
+    const bool halves = skl_op_has_halves(p, call->op);
     const char *const known =
         halves ? ": the gradients of a pooled teacher read it" : " in a one-pass call: the LSEs are inputs";
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
@@ -423,5 +423,6 @@ skl_status skl_merge_check(const skl_problem *p, const skl_row_state *into, cons
         TENSOR(read, "from", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, REQUIRED, ""),
         TENSOR(written, "into", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, REQUIRED, ""),
     };
+    _Static_assert(sizeof tensors / sizeof tensors[0] <= TENSORS_MAX, "arrays of check_overlaps");
     return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
 }

@@ -142,8 +142,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = plan->kernel;
     const skl_cpu_passes passes = skl_cpu_select_passes(plan, call);
-    const bool halves = skl_call_has_halves(p, call);
-    const skl_call forward = skl_call_half(call, SKL_OP_FORWARD), backward = skl_call_half(call, SKL_OP_BACKWARD);
+    const bool halves = skl_op_has_halves(p, call->op);
     void *const shared = (char *)call->workspace + shared_begin(plan, call->op);
     skl_schedule s = {.plan = plan,
                       .scratch = (char *)call->workspace + ordered_sum_size(plan->workers),
@@ -163,7 +162,11 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     for (int i = 0; i < passes.count; i++)
         s.work_total += skl_pass_items(plan, &passes.pass[i]);
     for (int i = 0; i < passes.count; i++) {
-        s.task.call = !halves ? call : i == 0 ? &forward : &backward;
+        skl_call half;
+        if (halves) {
+            half = skl_call_half(call, i == 0 ? SKL_OP_FORWARD : SKL_OP_BACKWARD);
+            s.task.call = &half;
+        }
         if (!skl_schedule_run(&s, &passes.pass[i]))
             return skl_fail(SKL_ERROR_CANCELLED, "cancelled: results are not complete");
     }

@@ -166,7 +166,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
      * ones in key_sums: 4 matrix products per tile instead of 6. */
     const bool fused = needs.gradients && dk_wanted && p->top_k == 0;
     const bool over_queries = needs.gradients && (fused || dq_wanted);
-    const bool halves = skl_call_has_halves(p, call);
+    const bool halves = skl_op_has_halves(p, call->op);
     const char *const forward_first = why_rows_first(&needs, &call->rows, halves, over_queries);
     const bool has_rows = skl_call_has_rows(call);
     const bool forward = has_rows && (!needs.gradients || forward_first != NULL);

@@ -131,8 +131,7 @@ static size_t workspace_size_of(const skl_problem *p, const skl_cuda_target *tar
 static void select_usual(const skl_problem *p, skl_cuda_plan *of_cuda, skl_op op)
 {
     const uint32_t of_values = op == SKL_OP_ATTENTION_BACKWARD ? 0 : SKL_DV_S;
-    const bool pooled_pass = op == SKL_OP_FORWARD_BACKWARD && skl_is_pooled(p);
-    const uint32_t rows = SKL_ROW_KL | (pooled_pass ? SKL_ROW_LSE_T | SKL_ROW_LSE_S : 0U);
+    const uint32_t rows = SKL_ROW_KL | (skl_op_has_halves(p, op) ? SKL_ROW_LSE_T | SKL_ROW_LSE_S : 0U);
     const skl_cuda_request request = {.op = op,
                                       .rows = op == SKL_OP_BACKWARD || op == SKL_OP_PARTIAL ? 0 : rows,
                                       .gradients = skl_op_has_gradients(op) ? p->gradients & ~of_values : 0,

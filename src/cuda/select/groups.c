@@ -126,7 +126,7 @@ static void add_indexer_launch(const choice *s, const char *step, bool gradients
     skl_cuda_launch *const launch = skl_select_add(s, step, kernel, gradients ? of_gradients : kernel->forward,
                                                    gradients ? SKL_VARIANT_GRADIENTS : SKL_VARIANT_ROWS, s->reason);
     launch->streams_queries = gradients && p->top_k == 0 && !skl_is_pooled(p);
-    if (skl_is_pooled(p) && launch->op == SKL_OP_FORWARD_BACKWARD && (general || !gradients)) {
+    if (skl_op_has_halves(p, launch->op) && (general || !gradients)) {
         launch->op = gradients ? SKL_OP_BACKWARD : SKL_OP_FORWARD;
         launch->rows_known = false; /* inputs of the half */
     }

@@ -47,7 +47,7 @@ inline bool encode_keys(CUtensorMap *map, const skl_problem *p, const skl_cuda_a
 inline bool encode_sums(CUtensorMap *map, const skl_output &out, int64_t dim, int64_t heads, skl_tensor_rows rows,
                         int box_rows = 16)
 {
-    const skl_input sums = {out.data, out.stride_batch, out.stride_head, out.stride_row};
+    const skl_input sums = skl_input_of(&out);
     return skl_tensor_map(map, SKL_F32, &sums, dim, heads, rows, box_rows) == CUDA_SUCCESS;
 }
 

@@ -42,7 +42,7 @@ inline strip_params params_for(const skl_cuda_params *params, const skl_strip_la
     kernel_params.rest_at = layout.rest_at;
     kernel_params.target = skl_is_pooled(&params->problem) ? (float *)(void *)(workspace + layout.target_at) : NULL;
     kernel_params.target_stride = layout.target_stride;
-    if (skl_call_has_halves(&params->problem, &params->call))
+    if (skl_op_has_halves(&params->problem, params->call.op))
         kernel_params.target_scale = (float *)(void *)(workspace + layout.target_scale_at);
     return kernel_params;
 }
@@ -65,7 +65,7 @@ inline void assign_teacher_lse(strip_params *kernel_params, const skl_strip_layo
     if (lse->data == NULL)
         *lse = skl_output_contiguous((char *)kernel_params->call.workspace + layout.lse_at, p->heads_t,
                                      skl_query_rows(p).rows, 1);
-    kernel_params->call.inputs.lse_t = {lse->data, lse->stride_batch, lse->stride_head, lse->stride_row};
+    kernel_params->call.inputs.lse_t = skl_input_of(lse);
 }
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
@@ -158,7 +158,7 @@ cudaError_t launch_difference_scores(const KERNELS &kernels, strip_params teache
     teacher.num_splits = layout.num_pool_splits;
     cudaError_t error = kernels.pool(teacher);
     strip_params last = strip;
-    if (error == cudaSuccess && skl_call_has_halves(&teacher.problem, &strip.call)) {
+    if (error == cudaSuccess && skl_op_has_halves(&teacher.problem, strip.call.op)) {
         strip_params rows = strip;
         rows.g = NULL;
         rows.call = skl_call_half(&strip.call, SKL_OP_FORWARD);
