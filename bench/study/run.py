@@ -205,9 +205,9 @@ def row_of(arm: Arm, together: Together, losses: dict[str, torch.Tensor], given:
     for role, each in losses.items():
         parts, size = each.tensor_split(POSITIONS, 1), after.context / POSITIONS
         curves += [("loss_position", role, round((i + 1) * size), part.mean().item()) for i, part in enumerate(parts)]
-        curves += [("loss_sequence", role, i, loss) for i, loss in enumerate(each.mean(1).tolist())]
         shares = [statistics.mean(pair) for pair in zip(*after.distance_share[role])]
         curves += [("distance_share", role, 2**i // 2, share) for i, share in enumerate(shares)]
+    curves += [("loss_sequence", "student", i, loss) for i, loss in enumerate(losses["student"].mean(1).tolist())]
     for test in after.retrieval:
         length = test["length"]
         row.update({f"needle_rows_{length}": test["rows"], f"needle_heads_{length}": len(test["heads"])})

@@ -5,7 +5,8 @@ indexers.py.
     tables.py [bench/study/results] [docs/study]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. The difference of an arm is that from its control: the arm
-whose name ends in "control" with the same seed, context, layers, heads and steps; its error is twice the standard error over sequences.
+whose name ends in "control" with the same seed, context, layers, heads and steps, preferably of the same commit; its error is
+twice the standard error over sequences.
 """
 
 import csv
@@ -17,7 +18,8 @@ from collections import defaultdict
 from pathlib import Path
 
 PICTURES = ("course.svg", "needles.svg", "positions.svg")
-SHOWN = ("control", "attention-0.03", "attention-0.1", "first-third-0.1")  # arms with lines in the pictures of one shape
+SHOWN = ("50M-control", "50M-attention-0.03", "50M-reverse-0.1")  # arms with lines in the pictures of one shape
+COURSE = ("attention-0.03", "reverse-0.1", "50M-attention-0.03", "50M-reverse-0.1", "ten-layers-0.1")
 COLORS = ("#7a8190", "#1f5fbf", "#c2570c", "#2f8f6b", "#8a4fbf", "#1a1f2b")
 
 
@@ -39,7 +41,8 @@ class Study:
         names = ("seed", "context", "layers", "heads", "steps")
         shape = [self.arms[key][name] for name in names]
         found = [other for other, row in self.arms.items() if other[0].endswith("control") and [row[name] for name in names] == shape]
-        return found[0] if found and found[0] != key else None
+        found.sort(key=lambda other: self.arms[other]["commit"] != self.arms[key]["commit"])
+        return found[0] if found and not key[0].endswith("control") else None
 
     def difference(self, key):
         """(held-out loss less that of the control, twice its standard error)."""
@@ -78,8 +81,9 @@ def arms_table(study: Study, keys) -> list[str]:
         lines.append(f"| the teacher, {int(context):,} tokens | | | {float(row['loss_teacher']):.4f} | | {share(row[f'found_teacher_{length}'])} | "
                      f"{share(row[f'answered_teacher_{length}'])} | {float(row['ms_teacher']):.1f} |")  # fmt: skip
     row, length = study.arms[keys[0]], study.length(keys[0])
+    heads = " or ".join(sorted({study.arms[key][f"needle_heads_{length}"] for key in keys}, key=int))
     return [*lines, "", f"{row['sequences']} held-out sequences; needles at {length:,} tokens: {row[f'needle_rows_{length}']} rows, "
-            f"{row[f'needle_heads_{length}']} heads of the teacher that retrieve."]  # fmt: skip
+            f"{heads} heads of the teacher that retrieve."]  # fmt: skip
 
 
 def seeds_table(study: Study) -> list[str]:
@@ -121,6 +125,7 @@ def tables(study: Study) -> dict[str, list[str]]:
         for name in ("context", "layers", "heads")
     }
     plain = [key for key in first if all(key in keys for keys in same.values())]
+    plain.sort(key=lambda key: (int(study.arms[key]["tokens"]), float(study.arms[key]["loss"])))
     other = [key for key in first if key not in plain]
     longer = [key for key in other if int(study.arms[key]["context"]) > int(main["context"])]
     shapes = [key for key in other if key not in longer]
@@ -145,7 +150,7 @@ def write_tables(study: Study, page: Path) -> None:
 
 
 def draw_course(plt, study: Study, path: Path) -> None:
-    found = {key: other for key in study.arms if key[1] == 0 and (other := study.control(key))}
+    found = {key: other for name in COURSE if (key := (name, 0)) in study.arms and (other := study.control(key))}
     figure, panel = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for (key, other), color in zip(found.items(), COLORS[1:]):
         mine, theirs = (study.curves[(*each, "held_out_loss", "student")] for each in (key, other))
