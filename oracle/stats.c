@@ -183,7 +183,7 @@ static void put_row(const struct head *head, const struct row *row)
         entropy_rounding +=
             p == 0 ? UNDERFLOW * 100
                    : (rounding + p * of_keys) * fabs(depth) + p * (row->x_rounding[j] + row->lse_rounding);
-        distance += p * d;
+        distance += d == 0 ? 0 : p * d;
         distance_rounding += d == 0 ? 0 : (rounding + p * (of_keys + 2)) * d;
         most = fmax(most, row->x[j]);
         most_rounding = fmax(most_rounding, reported_logit_rounding(row, j));

@@ -53,6 +53,10 @@ static void check_kinds(const test_case *c, int first_kind, int end_kind)
     assert_int_equal(wrong, 0);
 }
 
+/* A given LSE is rounded by more than 2^10, so that the probability at distance 0 may be infinite. */
+static const test_case own_key = {"own key, huge logits", SHAPE(1, 40, 40), HEADS(1, 1),
+                                  DIMS(16, 16),           SCALES(1, 1e12F), WINDOW(0, 0)};
+
 static void test_every_kind(void **state)
 {
     check_kinds(*state, STATS_PLAIN, STATS_KINDS);
@@ -344,7 +348,7 @@ int main(void)
     const int64_t sample = test_environment("SKL_TEST_SAMPLE", 1), work = test_environment("SKL_TEST_WORK", 1000);
     const size_t random_count = (size_t)(test_environment("SKL_TEST_RANDOM", 40) / sample);
     random_case *const drawn = calloc(2 * random_count + 1, sizeof *drawn);
-    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 10, sizeof *tests);
+    struct CMUnitTest *const tests = calloc(test_case_count + 2 * random_count + 11, sizeof *tests);
     if (drawn == NULL || tests == NULL)
         return 2;
     const int every_kind = test_environment("SKL_TEST_LONG", 0) != 0 || test_device() == SKL_CUDA;
@@ -355,6 +359,7 @@ int main(void)
     for (size_t n = 0; n < COUNT_OF(huge); n++)
         tests[count++] = (struct CMUnitTest){huge[n].name, test_huge_logits_have_one_peak, NULL, NULL,
                                              (void *)(uintptr_t)&huge[n]};
+    tests[count++] = (struct CMUnitTest){own_key.name, test_every_kind, NULL, NULL, (void *)(uintptr_t)&own_key};
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_invalid_arguments_are_refused);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_no_sequences);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_indexers_have_no_statistics);
