@@ -29,7 +29,7 @@ def main():
         train_dataset=data[64:],
         eval_dataset=data[:64],
         teacher=teacher,
-        kl_weight=10.0,  # tiny random models, which this makes visible; start with 0.03 for real ones
+        kl_weight=10.0,  # tiny random models, which this makes visible; start with 0.1 for real ones
     )
     trainer.train()
     print(f"attention KL on held-out tokens: {trainer.evaluate()['eval_attention_kl']:.4f}")

@@ -2,7 +2,7 @@
 
 plugins: [streamkl.axolotl.AttentionKLPlugin]
 attention_kl_teacher: org/model        # a folder, or an id of the Hub; left out with LoRA: the base model
-attention_kl_weight: 0.03
+attention_kl_weight: 0.1
 attention_kl_options: {row_weight: far, sample_rows: 0.25}
 """
 
@@ -22,12 +22,12 @@ class AttentionKLArgs(BaseModel):
 
     attention_kl_teacher: str | None = None
     """Folder or Hub id of the teacher. Default: the base model of a student with adapters."""
-    attention_kl_weight: float = 0.03
+    attention_kl_weight: float = 0.1
     """Factor of the KL in the loss."""
     attention_kl_until: float = 1.0
     """The share of the steps with the KL."""
     attention_kl_options: dict[str, Any] | None = None
-    """Options of streamkl.hf.AttentionDistiller."""
+    """Options of streamkl.hf.AttentionDistiller; `direction` is "auto" by default."""
 
 
 class AttentionKLPlugin(BasePlugin):

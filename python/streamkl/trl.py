@@ -1,6 +1,6 @@
 """Attention distillation with TRL's DistillationTrainer.
 
-trainer = AttentionDistillationTrainer(model=student, teacher_model=teacher, kl_weight=0.03, args=DistillationConfig(...))
+trainer = AttentionDistillationTrainer(model=student, teacher_model=teacher, kl_weight=0.1, args=DistillationConfig(...))
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One optimizer step of the trainers of transformers and TRL, and the gradient that its attention KL must have.
 
-The reference is dense and in float64: the KL of all rows of the step, in all micro-batches and on all processes, divided by
-their number.
+The reference is dense and in float64: KL(student || teacher), the default for equal numbers of heads, of all rows of the
+step, in all micro-batches and on all processes, divided by their number.
 """
 
 import copy
@@ -235,7 +235,7 @@ def dense_gradient(read, labels, rows="all"):
         for p, s in zip(attention_t, attention_s):
             p, s = (each.transpose(1, 2)[counted] for each in (p, s))  # [rows, heads, keys]
             seen = p > 0
-            terms = p * (torch.where(seen, p, 1).log() - torch.where(seen, s, 1).log())
+            terms = s * (torch.where(seen, s, 1).log() - torch.where(seen, p, 1).log())
             total = total + terms.sum() / p.shape[1] / len(attention_s)
         count += int(counted.sum())
     (total / count).backward()

@@ -115,7 +115,7 @@ def test_a_run_logs_the_kl_of_its_rows(tmp_path, settings, packing):
         assert any((inputs["position_ids"] == 0).sum() > len(inputs["input_ids"]) for inputs in read)
     for entry, micro_batches in zip(entries, (read[:2], read[2:])):
         assert entry["attention_kl"] == pytest.approx(expected_kl(tmp_path, micro_batches), rel=1e-4)
-        assert entry["loss"] == pytest.approx(entry["model_loss"] + 0.03 * entry["attention_kl"], rel=1e-3)
+        assert entry["loss"] == pytest.approx(entry["model_loss"] + 0.1 * entry["attention_kl"], rel=1e-3)
 
 
 def test_lora_learns_from_its_base_model(tmp_path, settings):

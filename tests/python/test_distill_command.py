@@ -178,6 +178,20 @@ def training_section(folder):
     return next(section for section in document["sections"] if section["title"] == "Training")
 
 
+@pytest.mark.parametrize(
+    "given, loss",
+    [
+        (dict(), "0.1 x attention KL, KL(teacher || student)"),  # 2 student heads learn the means of 4 heads
+        (dict(head_map="0,2"), "0.1 x attention KL, KL(student || teacher)"),
+        (dict(student_heads=4), "0.1 x attention KL, KL(student || teacher)"),
+        (dict(student_heads=4, direction="forward"), "0.1 x attention KL, KL(teacher || student)"),
+    ],
+)
+def test_default_of_the_attention_kl(folder, capsys, given, loss):
+    assert run(folder, "dry", "--dry-run", steps=1, **{"attention_weight": None, **given}) == 0
+    assert loss in capsys.readouterr().out
+
+
 def test_dry_run_writes_nothing(folder, capsys):
     assert run(folder, "dry", "--dry-run", steps=60_000) == 0
     assert not (folder / "dry").exists()

@@ -277,12 +277,24 @@ def test_teacher_and_student_are_two_models():
         (dict(parallel=Parallel(tensor_group="a group")), "parallel: a distiller takes context_group alone"),
         (dict(parallel=Parallel(loss_group="a group")), "parallel: a distiller takes context_group alone"),
         (dict(temperature=0), "temperature=0: must be a positive number"),
-        (dict(direction="both"), "direction='both': must be 'forward' or 'reverse'"),
+        (dict(direction="both"), "direction='both': must be 'forward', 'reverse' or 'auto'"),
     ],
 )
 def test_options_are_checked_at_construction(options, message):
     with pytest.raises(ValueError, match=message):
         AttentionDistiller(llama(), llama(), **options)
+
+
+@pytest.mark.parametrize(
+    "heads_t, head_map, direction", [(4, None, "reverse"), (8, None, "forward"), (8, [0, 2, 4, 6], "reverse")]
+)
+def test_auto_is_forward_for_a_mean_of_heads(heads_t, head_map, direction):
+    teacher, student = llama(heads=heads_t), llama(heads=4)
+    auto, named, other = (
+        loss_of(teacher, student, batch(), head_map=head_map, direction=each).item()
+        for each in ("auto", direction, {"forward": "reverse", "reverse": "forward"}[direction])
+    )
+    assert auto == named != other
 
 
 @pytest.mark.parametrize(

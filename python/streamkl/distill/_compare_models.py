@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..hf._maps import direction_of
 from ._checkpoint import write_json, write_text
 from ._data import load_all
 from ._device import make_accelerator
@@ -20,6 +21,7 @@ def compare_models(options: Options) -> tuple[Path, dict[str, Any]]:
     shows = accelerator.is_main_process
     teacher = load_teacher(options, shows).to(accelerator.device)
     student = load_student(options, teacher, shows).to(accelerator.device).eval()
+    options.direction = direction_of(options.direction, options.head_map, teacher, student)
     tokenizer = load_tokenizer(options)
     check_tokenizers(options, tokenizer)
     held_out = load_all(options.data, options, tokenizer, teacher)

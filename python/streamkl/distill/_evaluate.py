@@ -77,7 +77,7 @@ class Evaluation:
 
 def what_is_measured(options: Options) -> dict[str, Any]:
     """Evaluations with the same options measure the same things."""
-    names = ("eval_sequences", "needles", "map_layers", "map_heads")
+    names = ("eval_sequences", "needles", "map_layers", "map_heads", "direction")
     return {**{name: getattr(options, name) for name in names}, "needle_lengths": options.lengths}
 
 

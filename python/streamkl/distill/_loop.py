@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from tqdm import tqdm
 
+from ..hf._maps import direction_of
 from . import _checkpoint as checkpoints
 from ._data import Sequences, load, order
 from ._device import make_accelerator
@@ -166,6 +167,7 @@ class Run:
         self.student = load_student(options, self.teacher, self._is_main).to(device)
         if fuses:
             fuse_norms(self.student)
+        options.direction = direction_of(options.direction, options.head_map, self.teacher, self.student)
         if like:
             return
         self._say("read the data")

@@ -96,14 +96,14 @@ class Options:
 
     context_parallel: int = _option(1, "processes that share every sequence, zigzag", affects=False)
 
-    attention_weight: float = _option(0.03, "weight of the attention KL")
+    attention_weight: float = _option(0.1, "weight of the attention KL")
     output_weight: float = _option(1.0, "weight of the KL between the output distributions; for a model without a language "
                                    "head, of the squared error of its last hidden states")  # fmt: skip
     language_weight: float = _option(0.0, "weight of the language loss: cross-entropy of the next token")
     hidden_weight: float = _option(0.0, "weight of the squared error of hidden states, relative to those of the teacher: of every "
                                    "student layer and the teacher layer that it learns from")  # fmt: skip
-    direction: str = _option("forward", "forward: KL(teacher || student); reverse: KL(student || teacher)",
-                             choices=("forward", "reverse"))  # fmt: skip
+    direction: str = _option("auto", "forward: KL(teacher || student); reverse: KL(student || teacher); auto: reverse where every "
+                             "student head learns one teacher head", choices=("auto", "forward", "reverse"))  # fmt: skip
     layer_map: list[int] = _option((), "teacher layer that each student layer learns from; default: evenly spread", int,
                                    many=True)  # fmt: skip
     head_map: list[int] = _option((), "teacher head of each student head; default: the mean of neighboring heads", int,
@@ -219,6 +219,10 @@ class Options:
         while at > end:
             length, end = 2 * length, end + self.start_context / (2 * length)
         return length
+
+    def kl_in_words(self) -> str:
+        """The KL of a run whose models are known."""
+        return "KL(student || teacher)" if self.direction == "reverse" else "KL(teacher || student)"
 
     def distiller(self) -> dict[str, Any]:
         """Options of AttentionDistiller, in training and in evaluation."""

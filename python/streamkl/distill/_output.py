@@ -171,6 +171,7 @@ def rehearsal(run: Run, seconds: float, memory: int) -> str:
     lines.append(f"data     {len(run.training)} sequences of {options.context} tokens; {held_out} held out")
     ids = run.training.batch([0]).to(run.accelerator.device)
     lines += run.wrapped(partial(run.objective.pairs_in_words, ids))
+    lines.append(f"loss     {options.attention_weight:g} x attention KL, {options.kl_in_words()}")
     tokens = run.tokens_per_step()
     total = seconds * options.steps
     lines.append(f"time     {seconds:.3g} s per step of {tokens:,} tokens: {options.steps} steps take {_duration(total)}, "

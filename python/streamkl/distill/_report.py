@@ -46,7 +46,7 @@ def document(
     return dict(
         title="Attention distillation",
         verdict=verdict(evaluations),
-        lead=_lead(student, teacher, evaluations, history, diverged),
+        lead=_lead(options, student, teacher, evaluations, history, diverged),
         figures=figures,
         sections=[section for section in sections if section is not None],
         footer=f"StreamKL {__version__}",
@@ -58,7 +58,7 @@ def _section(title: str, lead: str, *blocks: dict[str, Any] | None) -> dict[str,
     return dict(title=title, lead=lead, blocks=kept) if kept else None
 
 
-def _lead(student, teacher, evaluations, history, diverged: str) -> str:
+def _lead(options: Options, student, teacher, evaluations, history, diverged: str) -> str:
     a, b = (model.config.get_text_config() for model in (student, teacher))
     told = f"after {int(history[-1]['step'])} steps" if history else "as it is"
     models = (
@@ -71,8 +71,8 @@ def _lead(student, teacher, evaluations, history, diverged: str) -> str:
         return models.format("of") + ". It was not evaluated (--eval-sequences 0)."
     main = _main(evaluations)
     return models.format("compared with") + (
-        f", on {main.sequences} held-out sequences of {main.context} tokens. The attention KL is streamed: no N × N matrix "
-        "is stored."
+        f", on {main.sequences} held-out sequences of {main.context} tokens. The attention KL is {options.kl_in_words()}, "
+        "and it is streamed: no N × N matrix is stored."
     )
 
 

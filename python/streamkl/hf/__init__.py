@@ -2,7 +2,7 @@
 
     with streamkl.hf.AttentionDistiller(teacher, student) as distiller:
         for batch in loader:
-            loss = student(**batch).loss + 0.03 * distiller.loss()
+            loss = student(**batch).loss + 0.1 * distiller.loss()
             loss.backward()
 
 AttentionDistiller                      the KL between the attention of two models

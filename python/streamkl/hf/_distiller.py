@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from .._carried import Term
-from .._options import Direction, Parallel, check_choice, check_flags, is_whole
+from .._options import Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
 from ._adapters import adapters_are_off, base_model, modes_of, peft_model, restore_modes
 from ._attention import Call
@@ -54,7 +54,9 @@ class AttentionDistiller:
         head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head
             per student head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head
             i to head i, or the mean of ``heads_t / heads_s`` consecutive heads.
-        direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher).
+        direction: ``"forward"``: KL(teacher || student); ``"reverse"``: KL(student || teacher). ``"auto"``: what trained a real
+            model best (docs/study): reverse where every student head learns one teacher head, by `head_map` or because
+            both configs have the same number of heads; forward elsewhere.
         attention: of an encoder-decoder, the self-attention (``"self"``) or cross-attention (``"cross"``) of the
             decoder, or the self-attention of the encoder (``"encoder"``). Layers are counted within that kind.
         tower: of a model with several, such as ``"vision"`` and ``"language"``, the one that is compared. Default:
@@ -106,7 +108,7 @@ class AttentionDistiller:
         *,
         layer_map: maps.LayerMap | None = None,
         head_map: maps.HeadMap | None = None,
-        direction: Direction = "forward",
+        direction: maps.AskedDirection = "forward",
         attention: Kind = "self",
         tower: str | None = None,
         relations: Sequence[Relation] = ("qk",),
@@ -141,7 +143,7 @@ class AttentionDistiller:
                              "teacher=None is the base model of a PEFT student")  # fmt: skip
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
         check_flags(check_input=check_input, fused=fused, fused_values=fused_values)
-        check_choice("direction", direction, ("forward", "reverse"))
+        check_choice("direction", direction, ("forward", "reverse", "auto"))
         check_choice("attention", attention, ("self", "cross", "encoder"))
         check_choice("rows", rows, ("all", "labels"))
         if (attention, rows) == ("encoder", "labels"):
@@ -156,7 +158,8 @@ class AttentionDistiller:
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         check_choice("sinks", sinks, ("both", "keys only"))
         maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
-        self.direction, self.attention, self.tower, self.relations = direction, attention, tower, tuple(relations)
+        self.direction = maps.direction_of(direction, head_map, self.teacher.model, self.student.model)
+        self.attention, self.tower, self.relations = attention, tower, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads
         self.fused, self.fused_values = fused, fused_values

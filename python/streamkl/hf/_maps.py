@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 import torch
 
-from .._options import is_whole
+from .._options import Direction, is_whole
 from ._keys import Keys
 from ._layers import Layer
 
@@ -18,6 +18,7 @@ LayerMap = Union[
     Mapping[LayerName, Union[LayerName, Sequence[LayerName]]], Sequence[Union[LayerName, Sequence[LayerName]]]
 ]
 HeadMap = Union[IntMap, Mapping[int, IntMap]]
+AskedDirection = Union[Direction, Literal["auto"]]
 
 
 def layer_map_of(given: LayerMap | None) -> dict[LayerName, list[LayerName]] | None:
@@ -76,6 +77,14 @@ def check_against_configs(layers, heads, teacher, student) -> None:
     if counts := _counts("num_attention_heads", teacher, student):
         for heads_of_layer in (heads or {}).values():
             check_heads(heads_of_layer, *counts, "every layer")
+
+
+def direction_of(asked: AskedDirection, heads: Any, teacher, student) -> Direction:
+    """What "auto" stands for. The reverse KL to the mean of several heads would choose one of them."""
+    if asked != "auto":
+        return asked
+    counts = _counts("num_attention_heads", teacher, student)
+    return "reverse" if heads or (counts and counts[0] == counts[1]) else "forward"
 
 
 def _counts(name: str, teacher, student) -> tuple[int, int] | None:

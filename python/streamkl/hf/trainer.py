@@ -2,7 +2,7 @@
 
 class DistillingSFTTrainer(DistillationMixin, SFTTrainer): ...
 
-trainer = DistillingSFTTrainer(model=student, args=arguments, train_dataset=data, teacher=teacher, kl_weight=0.03)
+trainer = DistillingSFTTrainer(model=student, args=arguments, train_dataset=data, teacher=teacher, kl_weight=0.1)
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class DistillationMixin(_Trainer):
     Args:
         teacher: the teacher; default: the ``teacher_model`` of the trainer, which GKDTrainer and TRL's DistillationTrainer
             have and run themselves; or else the base model of a PEFT student.
-        kl_weight: factor of the KL in the loss; the default did best for a real model (docs/study).
+        kl_weight: factor of the KL in the loss; this default and that of ``direction`` did best for a real model (docs/study).
         kl_until: the share of the steps with the KL. The steps after it train without, and evaluation still measures it.
-        distiller_options: options of :class:`streamkl.hf.AttentionDistiller`.
+        distiller_options: options of :class:`streamkl.hf.AttentionDistiller`; ``direction`` is ``"auto"`` by default.
     """
 
     def __init__(
-        self, *args, teacher: torch.nn.Module | None = None, kl_weight: float = 0.03, kl_until: float = 1.0,
+        self, *args, teacher: torch.nn.Module | None = None, kl_weight: float = 0.1, kl_until: float = 1.0,
         distiller_options: Mapping[str, Any] | None = None, **kwargs,
     ) -> None:  # fmt: skip
         super().__init__(*args, **kwargs)
@@ -106,7 +106,9 @@ class DistillationMixin(_Trainer):
     def distiller(self) -> AttentionDistiller:
         """The distiller of the current model: a trainer with ``model_init`` makes new ones."""
         if self._distiller is None or self._distiller.student.model is not unwrap(self.model, "student"):
-            self._distiller = AttentionDistiller(self._teacher, self.model, **self._distiller_options)
+            self._distiller = AttentionDistiller(
+                self._teacher, self.model, **dict(direction="auto") | self._distiller_options
+            )
         return self._distiller
 
     def _inner_training_loop(self, *args, **kwargs):
