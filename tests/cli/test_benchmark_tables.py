@@ -67,7 +67,7 @@ def test_a_table_of_several_commits_says_why(tree):
         document.read_text().replace("<!-- table: stats -->", "<!-- table: stats; several commits: a test -->")
     )
     assert run_tables("--root", tree).returncode == run_tables("--check", "--root", tree).returncode == 0
-    assert "*Several commits: a test.*" in document.read_text()
+    assert "Several commits: a test.*" in " ".join(document.read_text().split())
     append_statistics(empty(results), "short")
     assert run_tables("--root", tree).returncode == 0
     done = run_tables("--check", "--root", tree)

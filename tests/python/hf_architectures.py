@@ -2,7 +2,7 @@
 
     python tests/python/hf_architectures.py [CLASS...]
 
-prints a row of docs/guide/architectures.md for each class, by default all of them.
+prints a row for each class, by default all of them; docs/guide/architectures.md groups these rows.
 """
 
 import re
@@ -471,6 +471,17 @@ def row_of(name, outcome):
     )
 
 
+def grouped(rows):
+    """Rows of result, reason and classes, from the rows of single classes."""
+    results, classes = list(RESULTS.values()), {}
+    for row in rows:
+        name, result, reason = (cell.strip() for cell in row.strip("|").split("|"))
+        reason = re.sub(r"(needs more than text): .*", r"\1", reason.replace(name, "the model"))
+        classes.setdefault((results.index(result), reason), []).append(name)
+    ordered = sorted(classes.items(), key=lambda group: (group[0][0], -len(group[1])))
+    return [f"| {results[at]} | {reason} | {len(names)} | {', '.join(names)} |" for (at, reason), names in ordered]
+
+
 def page(folder):
     """The page from the results of scripts/check-versions: NAME.versions and NAME.rows of each set of releases."""
     rows = {path.stem: path.read_text().splitlines() for path in sorted(folder.glob("*.rows"))}
@@ -478,7 +489,8 @@ def page(folder):
     for name in ("oldest", "pinned", "newest"):
         counts = [sum(f" | {result} | " in row for row in rows[name]) for result in RESULTS.values()]
         table.append(f"| {name} | {(folder / name).with_suffix('.versions').read_text().strip()} | {' | '.join(map(str, counts))} |")
-    return "\n".join([PAGE.format(table="\n".join(table), media=len(MEDIA), transformers=transformers.__version__), *rows["pinned"]])
+    head = PAGE.format(table="\n".join(table), media=len(MEDIA), transformers=transformers.__version__)
+    return "\n".join([head, *grouped(rows["pinned"])])
 
 
 PAGE = """# Model families
@@ -502,8 +514,8 @@ with the proof of every layer on, and the tests of Hugging Face models with thre
 
 The classes of transformers {transformers}, the pinned release:
 
-| model class | result | why |
-|---|---|---|"""
+| result | why | classes | names |
+|---|---|---:|---|"""
 
 
 if __name__ == "__main__":
