@@ -97,6 +97,32 @@ def test_adapters_of_embeddings(options):
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("trained", ["bias", "norm"])
+def test_a_base_model_that_is_trained_is_no_teacher(trained):
+    student, base = lora()
+    if trained == "bias":
+        base.model.layers[0].self_attn.q_proj.bias = torch.nn.Parameter(torch.zeros(base.config.hidden_size))
+        student = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], bias="lora_only"))
+    for name, parameter in student.named_parameters():
+        if trained in name:
+            parameter.requires_grad_(True)
+    with pytest.raises(ValueError, match=f"{trained}.* is trained and belongs to the base model"):
+        AttentionDistiller(None, student)
+
+
+def test_adapters_stay_frozen():
+    """PEFT lets every active adapter be trained when the base model has run."""
+    student, _ = lora()
+    for name, parameter in student.named_parameters():
+        if "lora_A" in name:
+            parameter.requires_grad_(False)
+    flags = {name: parameter.requires_grad for name, parameter in student.named_parameters()}
+    with AttentionDistiller(None, student) as distiller:
+        student(**batch())
+        distiller.loss().backward()
+    assert flags == {name: parameter.requires_grad for name, parameter in student.named_parameters()}
+
+
 def test_a_prefix_has_no_teacher():
     config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     student = peft.get_peft_model(llama(), config)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hf_architectures import tiny_model
 from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
 
 from streamkl import Parallel
@@ -261,6 +262,8 @@ def test_teacher_and_student_are_two_models():
         (dict(layer_map=3), "layer_map=3: must be a mapping"),
         (dict(head_map=[]), "head_map=.*: must contain at least one pair"),
         (dict(head_map={9: 0}), r"head_map: student heads \[9\] must be 0..3"),
+        (dict(head_map=[0, 1, 2]), "head_map: a sequence of 3 for 4 student heads: must have one entry for each"),
+        (dict(head_map={0: [0, 1, 2]}), "head_map: a sequence of 3 for 4 student heads"),
         (dict(head_map={0: {0: 7}}), r"head_map: teacher heads \[7\] must be 0..3"),
         (dict(attention="decoder"), "attention='decoder': must be 'self', 'cross' or 'encoder'"),
         (dict(relations=("qv",)), "relations=.*: must be one or more of 'qk', 'qq', 'kk', 'vv'"),
@@ -285,6 +288,13 @@ def test_options_are_checked_at_construction(options, message):
         AttentionDistiller(llama(), llama(), **options)
 
 
+def test_a_sequence_has_an_entry_for_each_layer():
+    teacher, student = llama(), llama()
+    with pytest.raises(ValueError, match="layer_map: a sequence of 1 for 2 student layers: must have one entry for each"):
+        loss_of(teacher, student, batch(), layer_map=[1])
+    assert loss_of(teacher, student, batch(), layer_map={0: 1}, head_map={0: 1}) > 0
+
+
 @pytest.mark.parametrize(
     "heads_t, head_map, direction", [(4, None, "reverse"), (8, None, "forward"), (8, [0, 2, 4, 6], "reverse")]
 )
@@ -295,6 +305,13 @@ def test_auto_is_forward_for_a_mean_of_heads(heads_t, head_map, direction):
         for each in ("auto", direction, {"forward": "reverse", "reverse": "forward"}[direction])
     )
     assert auto == named != other
+
+
+def test_auto_counts_the_heads_of_the_tower():
+    teacher, student = (tiny_model("LlavaForConditionalGeneration", seed) for seed in (0, 1))
+    student.config.vision_config.num_attention_heads = 2
+    directions = {tower: AttentionDistiller(teacher, student, direction="auto", tower=tower).direction for tower in ("language", "vision")}
+    assert directions == dict(language="reverse", vision="forward")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def _hidden_layers(teacher: Any, student: Any, layer_map: list[int]) -> dict[int
     """The teacher layer of each student layer whose hidden states are compared. Default: all layers, evenly spread."""
     if layer_map:
         of_teacher, of_student = attention_layers(teacher), attention_layers(student)
-        if len(layer_map) > len(of_student) or max(layer_map) >= len(of_teacher):
+        if len(layer_map) != len(of_student) or max(layer_map) >= len(of_teacher):
             raise UserError(f"--layer-map={layer_map}: the student has {len(of_student)} layers that attend, and the teacher "
                             f"{len(of_teacher)}, numbered from 0")  # fmt: skip
         return {i: of_teacher[j] for i, j in zip(of_student, layer_map)}

@@ -19,6 +19,31 @@ def peft_model(student: Any) -> Any:
     return inside
 
 
+@contextmanager
+def _adapters_off(adapted: Any) -> Iterator[None]:
+    """Inside this context the adapters are off. PEFT lets every active one be trained when it is on again: here, as before."""
+    flags = [(each, each.requires_grad) for each in adapted.parameters()]
+    try:
+        with adapted.disable_adapter():
+            yield
+    finally:
+        for each, flag in flags:
+            each.requires_grad = flag
+
+
+def check_base_is_frozen(adapted: Any) -> None:
+    """Refuses a base model that is trained together with its adapters: it would not stay the teacher that it is."""
+    base = adapted.base_model
+    trained = {name for name, each in base.named_parameters() if each.requires_grad}
+    with _adapters_off(adapted):
+        shared = [name for name, each in base.named_parameters() if each.requires_grad and name in trained]
+    if shared:
+        raise ValueError(
+            f"teacher=None: {shared[0]} is trained and belongs to the base model, too, which would change with the student "
+            '(an adapter of bias="none" leaves it alone): pass a copy of the base model as the teacher'
+        )
+
+
 def adapters_are_off(model: torch.nn.Module) -> bool:
     """Whether a forward would be that of the base model. Layers of PEFT have this flag; a method of transformers has its name."""
     return any(getattr(module, "disable_adapters", None) is True for module in model.modules())
@@ -48,5 +73,5 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 @contextmanager
 def base_model(adapted: Any) -> Iterator[None]:
     """Inside this context a PEFT model is its base model, in eval mode."""
-    with eval_mode(adapted), adapted.disable_adapter():
+    with eval_mode(adapted), _adapters_off(adapted):
         yield

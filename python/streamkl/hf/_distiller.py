@@ -13,7 +13,7 @@ import torch
 from .._carried import Term
 from .._options import Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
-from ._adapters import adapters_are_off, base_model, modes_of, peft_model, restore_modes
+from ._adapters import adapters_are_off, base_model, check_base_is_frozen, modes_of, peft_model, restore_modes
 from ._attention import Call
 from ._capture import Capture, Step, Verify
 from ._context import active_region, parallel_of
@@ -48,9 +48,10 @@ class AttentionDistiller:
             with the adapters off and takes no memory of its own.
         student: the same for the student, which reads the same tokens.
         layer_map: the teacher layer, or layers, of each student layer: ``{student: teacher}``,
-            ``{student: [teacher, ...]}``, or a sequence with one entry per student layer. A layer is its number among the
-            attention layers (a hybrid model has others), or the name of its module, such as ``"model.layers.3"``.
-            Default: evenly spread, ending at the last layer, preferably among layers with the same keys.
+            ``{student: [teacher, ...]}``, or a sequence with one entry per student layer; a mapping may leave layers
+            out. A layer is its number among the attention layers (a hybrid model has others), or the name of its
+            module, such as ``"model.layers.3"``. Default: evenly spread, ending at the last layer, preferably among
+            layers with the same keys.
         head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head
             per student head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head
             i to head i, or the mean of ``heads_t / heads_s`` consecutive heads.
@@ -71,8 +72,8 @@ class AttentionDistiller:
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out. A layer of weight 0 is not
             compared.
         row_weight: how the rows of a head count in its mean. ``"far:512"``: by the teacher's attention to keys at least 512 tokens
-            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. ``"kl"``: by their KL, without its gradient,
-            which takes one more forward. Default: all rows count the same.
+            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. ``"kl"``: by the KL of their
+            attention, without its gradient, which takes one more forward. Default: all rows count the same.
         head_weight: weight of each student head, in every layer or as ``{student layer: weights}``; 1 where a layer is left
             out.
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100): that of
@@ -135,6 +136,7 @@ class AttentionDistiller:
         self.student.drop, self.student.early_term = self.drop, self._early_term
         self.teacher.must_be_eval = not self._shares_model
         if self._shares_model:
+            check_base_is_frozen(peft_model(student))
             self.teacher.takes = partial(adapters_are_off, self.student.model)
             self.student.takes = lambda: not self.teacher.takes()
             self.teacher.running = partial(base_model, peft_model(student))
@@ -158,7 +160,7 @@ class AttentionDistiller:
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         check_choice("sinks", sinks, ("both", "keys only"))
         maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
-        self.direction = maps.direction_of(direction, head_map, self.teacher.model, self.student.model)
+        self.direction = maps.direction_of(direction, head_map, self.teacher.model, self.student.model, tower)
         self.attention, self.tower, self.relations = attention, tower, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads

@@ -21,12 +21,16 @@ HeadMap = Union[IntMap, Mapping[int, IntMap]]
 AskedDirection = Union[Direction, Literal["auto"]]
 
 
+class _ForEach(dict):
+    """The map that a sequence stands for, which has an entry for each layer or head of the student."""
+
+
 def layer_map_of(given: LayerMap | None) -> dict[LayerName, list[LayerName]] | None:
     """{student layer: teacher layers}, checked."""
     if given is None:
         return None
     pairs = _as_dict("layer_map", given)
-    layers = {i: list(j) if isinstance(j, (list, tuple)) else [j] for i, j in pairs.items()}
+    layers = type(pairs)((i, list(j) if isinstance(j, (list, tuple)) else [j]) for i, j in pairs.items())
     named = [*layers, *(j for many in layers.values() for j in many)]
     _check("layer_map", given, [each for each in named if not isinstance(each, str)])
     if not all(layers.values()):
@@ -42,7 +46,7 @@ def head_map_of(given: HeadMap | None) -> dict[int | None, dict[int, int]] | Non
     if any(isinstance(value, (Mapping, list, tuple)) for value in pairs.values()):
         _check("head_map", given, list(pairs))
         return {i: _head_pairs(given, heads) for i, heads in pairs.items()}
-    return {None: _head_pairs(given, pairs)}
+    return {None: _head_pairs(given, given)}
 
 
 def _head_pairs(given, heads) -> dict[int, int]:
@@ -54,7 +58,7 @@ def _head_pairs(given, heads) -> dict[int, int]:
 def _as_dict(name: str, given) -> dict[Any, Any]:
     if not isinstance(given, (Mapping, Sequence)) or isinstance(given, (str, bytes)):
         raise ValueError(f"{name}={given!r}: must be a mapping {{student: teacher}} or a sequence of teachers")
-    pairs = dict(given) if isinstance(given, Mapping) else dict(enumerate(given))
+    pairs = dict(given) if isinstance(given, Mapping) else _ForEach(enumerate(given))
     if not pairs:
         raise ValueError(f"{name}={given!r}: must contain at least one pair")
     return pairs
@@ -79,18 +83,23 @@ def check_against_configs(layers, heads, teacher, student) -> None:
             check_heads(heads_of_layer, *counts, "every layer")
 
 
-def direction_of(asked: AskedDirection, heads: Any, teacher, student) -> Direction:
+def direction_of(asked: AskedDirection, heads: Any, teacher, student, tower: str | None = None) -> Direction:
     """What "auto" stands for. The reverse KL to the mean of several heads would choose one of them."""
     if asked != "auto":
         return asked
-    counts = _counts("num_attention_heads", teacher, student)
+    counts = _counts("num_attention_heads", teacher, student, tower)
     return "reverse" if heads or (counts and counts[0] == counts[1]) else "forward"
 
 
-def _counts(name: str, teacher, student) -> tuple[int, int] | None:
+def _counts(name: str, teacher, student, tower: str | None = None) -> tuple[int, int] | None:
     """A number of both configs; None if one does not have it."""
-    a, b = (getattr(model.config.get_text_config(decoder=True), name, None) for model in (teacher, student))
+    a, b = (getattr(_config(model, tower), name, None) for model in (teacher, student))
     return (int(a), int(b)) if is_whole(a) and is_whole(b) else None  # type: ignore[arg-type]
+
+
+def _config(model, tower: str | None):
+    """The config of a tower: a model that sees has `vision_config`, one that only sees has no other."""
+    return getattr(model.config, f"{tower}_config", None) or model.config.get_text_config(decoder=True)
 
 
 def _check_pair(i: LayerName, j: LayerName, layers_t: Sequence, layers_s: Sequence) -> None:
@@ -114,6 +123,7 @@ def numbered_layers(
     for i, many in named.items():
         for j in many:
             _check_pair(i, j, teacher, student)
+    _check_length("layer_map", named, len(student), "layers")
     numbers = [_number(i, student, "student") for i in named]
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"layer_map={named!r}: names a student layer twice: one entry may have a list of teacher layers")
@@ -137,6 +147,15 @@ def check_heads(heads: dict[int, int], count_t: int, count_s: int, where: str) -
     for role, chosen, count in ("student", list(heads), count_s), ("teacher", list(heads.values()), count_t):
         if not all(0 <= head < count for head in chosen):
             raise ValueError(f"head_map: {role} heads {chosen} must be 0..{count - 1} at {where}")
+    _check_length("head_map", heads, count_s, "heads")
+
+
+def _check_length(name: str, pairs: dict, count: int, parts: str) -> None:
+    if isinstance(pairs, _ForEach) and len(pairs) != count:
+        raise ValueError(
+            f"{name}: a sequence of {len(pairs)} for {count} student {parts}: must have one entry for each; "
+            "a mapping {student: teacher} may leave some out"
+        )
 
 
 def nearest_layer(layers: Iterable[int], i: int, count_s: int, count_t: int) -> int:
