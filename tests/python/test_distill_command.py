@@ -108,6 +108,8 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
         evaluation(trained)["after"]["kl"], rel=1e-5
     )
     # Without --data, the held-out data of the run, and not what the student has learnt.
+    assert main(["eval", *options]) == 2
+    assert "--data: must be given: that of --options is what the student has learnt" in capsys.readouterr().err
     own = (trained / "options.toml").read_text().replace("held-out = []", f'held-out = ["{folder / "held-out.npy"}"]')
     (folder / "own.toml").write_text(own)
     assert main(["eval", "--options", str(folder / "own.toml"), *options[2:]]) == 0

@@ -253,10 +253,12 @@ def test_an_attention_phase_that_longer_runs_extend(folder):
 
 def test_a_resumed_run_that_measures_something_else(folder):
     """The student as it starts is measured on the same sequences and needles as the one that results."""
-    options = dict(held_out=folder / "data.npy", needles=0)
+    options = dict(held_out=folder / "data.npy", needles=0, eval_every=3)
     assert run(folder, "other", eval_sequences=1, **options) == 0
-    assert run(folder, "other", "--resume", eval_sequences=3, **options) == 0
+    assert run(folder, "other", "--resume", eval_sequences=3, **options, steps=9) == 0
     found = evaluation(folder / "other")
     assert [found[when]["sequences"] for when in ("before", "after")] == [3, 3]
-    assert run(folder, "anew", eval_sequences=3, **options) == 0
-    assert found == evaluation(folder / "anew")
+    lines = [json.loads(line) for line in (folder / "other/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [9]  # the others are of one sequence
+    assert run(folder, "anew", eval_sequences=3, **options, steps=9) == 0
+    assert found["before"] == evaluation(folder / "anew")["before"]

@@ -115,7 +115,8 @@ class Run:
         if state is not None:
             checkpoints.load(self.checkpoint, self.objective, self.wrapped, self.optimizer, state["step"])
             self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
-            self.measured = state["measured"]
+            if state.get("eval_sequences") == options.eval_sequences:  # losses of other sequences do not compare
+                self.measured = state["measured"]
         self.after = self.before
 
     # ---- Before training ---------------------------------------------------------------------------------------------
@@ -395,6 +396,7 @@ class Run:
             seconds=self.seconds,
             history=self.history,
             measured=self.measured,
+            eval_sequences=self.options.eval_sequences,
             data=self.digest,
             options=self.options.affecting(),
         )

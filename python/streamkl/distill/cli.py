@@ -74,8 +74,9 @@ def _evaluate(given: list[str]) -> int:
     add_arguments(parser, _EVALUATION)
     arguments = parser.parse_args(given)
     options = options_from(arguments)
-    if options.held_out and "data" not in arguments:
-        # The options of a run, whose data is what its student has learnt.
+    if options.data and "data" not in arguments:  # the options of a run, whose data is what its student has learnt
+        if not options.held_out:
+            raise UserError("--data: must be given: that of --options is what the student has learnt, and it names no held-out files")
         options = dataclasses.replace(options, data=options.held_out)
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
