@@ -3,7 +3,7 @@
 
     apt-get download linux-doc-6.12 ... && dpkg-deb -x FILE.deb DEBS/NAME     # the packages of SOURCES
     data.py texts --packages DEBS --essays FOLDER --out DATA
-    data.py tokens --tokenizer TEACHER --out DATA
+    data.py tokens --teacher TEACHER --out DATA
 
 The first stage writes DATA/train.jsonl.xz and DATA/held-out.jsonl.xz, the second train.npy and held-out.npy, streams of uint16.
 Every 40th document, chosen by the hash of its text, is held out; a text that occurs twice counts once.
@@ -115,10 +115,11 @@ def write_texts(packages: Path, essays: Path | None, out: Path) -> None:
         print(f"{name}: {len(texts):,} documents, {sum(map(len, texts)) / 1e6:.1f} MB", file=sys.stderr)
 
 
-def write_tokens(tokenizer_folder: str, out: Path) -> None:
-    from transformers import AutoTokenizer
+def write_tokens(teacher: str, out: Path) -> None:
+    from streamkl.distill._options import Options
+    from streamkl.distill._student import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    tokenizer = load_tokenizer(Options(teacher=teacher))
     for name in "train", "held-out":
         with lzma.open(out / f"{name}.jsonl.xz", "rt") as file:
             texts = [json.loads(line)["text"] for line in file]
@@ -136,14 +137,14 @@ def main() -> None:
     texts, tokens = stages.add_parser("texts"), stages.add_parser("tokens")
     texts.add_argument("--packages", type=Path, required=True)
     texts.add_argument("--essays", type=Path, help="a folder with .txt files")
-    tokens.add_argument("--tokenizer", required=True)
+    tokens.add_argument("--teacher", required=True)
     for stage in texts, tokens:
         stage.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     if given.stage == "texts":
         write_texts(given.packages, given.essays, given.out)
     else:
-        write_tokens(given.tokenizer, given.out)
+        write_tokens(given.teacher, given.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains DSA-style indexers for a frozen model without indexers: a dense stage, then a sparse one.
 
-    indexers.py --teacher DIR --data DIR --out FILE.csv
+    indexers.py --teacher TEACHER --data DIR --out FILE.csv
 
 An indexer per layer scores keys as sum_g w_g relu(<q_g, k>), with index heads of the size of the model's heads and its RoPE.
 The dense stage learns the attention over all keys (streamkl.indexer_kl), the sparse stage that over the indexer's own
@@ -17,7 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from streamkl import indexer_kl
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from streamkl.distill._options import Options
+from streamkl.distill._student import load_teacher
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -144,12 +146,7 @@ def main() -> None:
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    model = (
-        AutoModelForCausalLM.from_pretrained(given.teacher, dtype=torch.bfloat16)
-        .to(device)
-        .eval()
-        .requires_grad_(False)
-    )
+    model = load_teacher(Options(teacher=given.teacher, precision="bfloat16"), shows_progress=False).to(device)
     sparse = Sparse(model, 1e-3)
     data = {}
     for name in "train", "held-out":

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the arms of the study together, in one process on one GPU.
 
-    run.py --arms arms.toml --teacher DIR --data DIR --out DIR [--seed N] [--steps N] [--only NAME ...]
+    run.py --arms arms.toml --teacher TEACHER --data DIR --out DIR [--seed N] [--steps N] [--only NAME ...]
 
 The arms file has [options], which all arms share, and [[arm]] tables: a name and any options of streamkl-distill;
 `student = "@NAME"` is the student that the arm NAME has left with --save. All arms read the same batch in every step, and the

@@ -296,7 +296,7 @@ def test_a_sequence_has_an_entry_for_each_layer():
 
 
 @pytest.mark.parametrize(
-    "heads_t, head_map, direction", [(4, None, "reverse"), (8, None, "forward"), (8, [0, 2, 4, 6], "reverse")]
+    "heads_t, head_map, direction", [(4, None, "reverse"), (8, None, "forward"), (8, [0, 2, 4, 6], "reverse"), (8, {0: [0, 2, 4, 6]}, "forward")]
 )
 def test_auto_is_forward_for_a_mean_of_heads(heads_t, head_map, direction):
     teacher, student = llama(heads=heads_t), llama(heads=4)

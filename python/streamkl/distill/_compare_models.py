@@ -21,7 +21,7 @@ def compare_models(options: Options) -> tuple[Path, dict[str, Any]]:
     shows = accelerator.is_main_process
     teacher = load_teacher(options, shows).to(accelerator.device)
     student = load_student(options, teacher, shows).to(accelerator.device).eval()
-    options.direction = direction_of(options.direction, options.head_map, teacher, student)
+    options.direction = direction_of(options.direction, bool(options.head_map), teacher, student)
     tokenizer = load_tokenizer(options)
     check_tokenizers(options, tokenizer)
     held_out = load_all(options.data, options, tokenizer, teacher)

@@ -168,7 +168,7 @@ class Run:
         self.student = load_student(options, self.teacher, self._is_main).to(device)
         if fuses:
             fuse_norms(self.student)
-        options.direction = direction_of(options.direction, options.head_map, self.teacher, self.student)
+        options.direction = direction_of(options.direction, bool(options.head_map), self.teacher, self.student)
         if like:
             return
         self._say("read the data")

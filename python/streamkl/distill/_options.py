@@ -140,7 +140,7 @@ class Options:
     resume: bool = _option(False, "continue from the checkpoint in OUT", affects=False)
     overwrite: bool = _option(False, "replace an earlier run in OUT", affects=False)
     dry_run: bool = _option(
-        False, "run one step, say what would be trained and what it takes, and write nothing", affects=False
+        False, "run two steps, say what would be trained and what it takes, and write nothing", affects=False
     )
     cpu: bool = _option(False, "run on the CPU even if there is a GPU")
 

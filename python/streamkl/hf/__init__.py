@@ -1,6 +1,6 @@
 """Attention distillation of Hugging Face models, without changes to their code.
 
-    with streamkl.hf.AttentionDistiller(teacher, student) as distiller:
+    with streamkl.hf.AttentionDistiller(teacher, student, direction="auto") as distiller:
         for batch in loader:
             loss = student(**batch).loss + 0.1 * distiller.loss()
             loss.backward()

@@ -160,7 +160,7 @@ class AttentionDistiller:
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         check_choice("sinks", sinks, ("both", "keys only"))
         maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
-        self.direction = maps.direction_of(direction, head_map, self.teacher.model, self.student.model, tower)
+        self.direction = maps.direction_of(direction, None in (self.head_map or {}), self.teacher.model, self.student.model, tower)
         self.attention, self.tower, self.relations = attention, tower, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads

@@ -83,12 +83,17 @@ def check_against_configs(layers, heads, teacher, student) -> None:
             check_heads(heads_of_layer, *counts, "every layer")
 
 
-def direction_of(asked: AskedDirection, heads: Any, teacher, student, tower: str | None = None) -> Direction:
-    """What "auto" stands for. The reverse KL to the mean of several heads would choose one of them."""
+def direction_of(
+    asked: AskedDirection, has_head_map: bool, teacher, student, tower: str | None = None
+) -> Direction:
+    """What "auto" stands for. The reverse KL to the mean of several heads would choose one of them.
+
+    `has_head_map`: one that holds for all layers.
+    """
     if asked != "auto":
         return asked
     counts = _counts("num_attention_heads", teacher, student, tower)
-    return "reverse" if heads or (counts and counts[0] == counts[1]) else "forward"
+    return "reverse" if has_head_map or (counts and counts[0] == counts[1]) else "forward"
 
 
 def _counts(name: str, teacher, student, tower: str | None = None) -> tuple[int, int] | None:
