@@ -39,7 +39,7 @@ typedef struct skl_cuda_kernel {
     bool two_terms;                 /* multiplies two-term rows, made of f32, mixed types and odd head sizes */
     bool general;                   /* any type, size and stride, without tensor cores */
     skl_dtype dtype;                /* type of q and k, without two_terms */
-    uint32_t does;                  /* SKL_DOES_*, up to SKL_DOES_TEACHER */
+    uint32_t does;                  /* SKL_DOES_*; _DK and _ORDERED follow from the launchers */
     int64_t dim_max;                /* largest head size; indexers: of the student */
     int64_t small_dim_max;          /* attention: largest size of the smaller head */
     int64_t fused_dim_max;          /* attention: largest head size of the gradients of `fused` */
@@ -50,7 +50,8 @@ typedef struct skl_cuda_kernel {
     bool linear_link;               /* the student may have a linear link */
     bool reverse;                   /* KL(S || P), too */
     skl_cuda_launcher forward;      /* row results */
-    skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order */
+    skl_cuda_launcher fused;        /* dq and dk (indexers: dw, too) in one launch; dk is a sum in any order. Of the
+                                     * kernels for teacher groups only those of Hopper have it */
     skl_cuda_launcher dq, dk;       /* dq and dk in separate launches, in a fixed order */
     skl_cuda_launcher gradients;    /* strips and indexers: all gradients of a side, in a fixed order */
     skl_cuda_launcher top;          /* statistics: the top keys of rows */

@@ -19,7 +19,7 @@ typedef struct skl_cuda_argument {
     skl_input q, k;
     int32_t heads_per_key; /* query heads that share a key head */
     int32_t dim;
-    int32_t capped;  /* the logit is no multiple of the product: a softcap, or a linear link */
+    int32_t capped;  /* the logit is not a multiple of the product: a softcap, or a linear link */
     int32_t linear;  /* the logit is the logarithm of the product: SKL_LINK_LINEAR */
     float scale;     /* turns a product into a logit in base 2; with a softcap into the argument of tanh */
     float softcap_2; /* softcap in base 2, and its inverse */
@@ -152,16 +152,16 @@ enum {
     SKL_GROUP_DIM_MAX = 128,          /* largest head size with kernels for teacher groups: padded to 64 or 128 */
     SKL_GROUP_DIMS_MAX = 512,         /* Hopper: sum of a group's head sizes whose queries fit into shared memory */
     SKL_CARRYING_DIM_MAX = 128,       /* largest head size of the attention backward that carries the KL */
-    SKL_CARRYING_KEYS = 128,          /* keys per tile of that backward */
+    SKL_CARRYING_KEYS = 128,          /* keys per tile of the attention backward with KL */
     SKL_CARRYING_ROWS = 128,          /* queries per tile of the attention forward that carries the KL */
-    SKL_CARRYING_ROW_SIZE = 16,       /* bytes that it reads per query */
+    SKL_CARRYING_ROW_SIZE = 16,       /* attention backward with KL: bytes of row statistics per query */
     SKL_CARRYING_LARGEST_SIZE = 16,   /* bytes per call: maxima over all rows */
     SKL_GROUP_TILES_SIZE_MAX = 8,     /* largest teacher group in tiles; strips have the larger ones */
     SKL_GROUP_TILES_ROWS = 64,        /* queries or keys per block of group tiles */
     SKL_GROUP_TILES_BLOCKS = 2,       /* blocks per SM of group tiles */
     SKL_GROUP_TILE = 128,             /* queries per tile of a Hopper kernel for teacher groups */
     SKL_SM90_INDEX_HEADS_MAX = 64,    /* sparse indexers on Hopper: most index heads of a student head */
-    SKL_SM90_INDEX_DIM_MAX = 128,     /* ... and their largest head size */
+    SKL_SM90_INDEX_DIM_MAX = 128,     /* sparse indexers on Hopper: largest head size */
     SKL_STATS_DIM_MAX = 256,          /* largest head size with statistics */
     SKL_STATS_STAGE_KEYS = 64,        /* statistics: keys per stage */
     SKL_STATS_SUMS = 64,              /* statistics: most distances, and most ranges, of a head's sums */

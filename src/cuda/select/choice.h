@@ -24,7 +24,7 @@ typedef struct choice {
 /* Either side has a softcap that changes logits, or a linear link. */
 bool skl_select_is_capped(const skl_problem *p);
 
-/* A forward of an indexer that requests only its LSEs does not read the teacher. */
+/* Whether a forward requests lse_s alone: that of an indexer then does not read the teacher. */
 bool skl_select_only_lse_s(const skl_cuda_request *request);
 
 /* The best kernel for the problem of a choice that needs no TMA. */
@@ -67,8 +67,8 @@ int32_t skl_select_head_group(const choice *s, int64_t tile_rows, int64_t bytes_
 /* Splits the keys of each query tile over `blocks` blocks per SM, whose states go to the workspace. */
 void skl_select_split(const choice *s, skl_cuda_launch *launch, int64_t tile_rows, int64_t blocks);
 
-/* Blocks that keep an SM of Hopper busy, one at a time. A one-sided mask leaves tiles half of the longest one's keys
- * on average: then two, or the longest tile takes as long as all of them together. */
+/* Blocks per SM for skl_select_split on Hopper: 2 under a one-sided mask, whose tiles have half of the longest one's
+ * keys on average, so that the longest one would take as long as all others of its SM; else 1. */
 int64_t skl_select_blocks_to_fill(const skl_problem *p);
 
 /* ---- attention.c: one teacher head per student head, and the parts that teacher groups share ------------------- */

@@ -75,7 +75,7 @@ static int needs_met(const skl_cuda_kernel *kernel, const skl_problem *p, const 
         {terms || (p->dim_t % ELEMENTS_16_BYTES == 0 && p->dim_s % ELEMENTS_16_BYTES == 0),
          "a head size is not a multiple of 8: no tensor cores"},
         {fits_dims(kernel, p), "a head size above those of the kernels for this problem: no tensor cores"},
-        {kernel->softcap || !skl_select_is_capped(p), "a softcap: no tensor cores for this problem"},
+        {kernel->softcap || !skl_select_is_capped(p), "a softcap or a linear link: no tensor cores for this problem"},
         {kernel->linear_link || p->link_s != SKL_LINK_LINEAR, "a linear link: no tensor cores for this problem"},
         {kernel->reverse || p->direction != SKL_KL_REVERSE, "the reverse KL: no tensor cores for this problem"},
         {(kernel->group_max == 0 || skl_group_size(p) <= kernel->group_max) &&

@@ -91,8 +91,8 @@ cudaError_t launch_forward(const char *kernel, const skl_cuda_params *params, co
         if constexpr (capped() && NARROW)
             if (kernel_params.b.linear)
                 return launch_forward_of<ELEMENT, DIM, DIM, LINEAR_LOGITS>(kernel, kernel_params, launch);
-        return launch_forward_of < ELEMENT, DIM, DIM,
-               capped() ? CAPPED_LOGITS : PLAIN_LOGITS > (kernel, kernel_params, launch);
+        constexpr logit_form FORM = capped() ? CAPPED_LOGITS : PLAIN_LOGITS;
+        return launch_forward_of<ELEMENT, DIM, DIM, FORM>(kernel, kernel_params, launch);
     });
 }
 

@@ -19,8 +19,8 @@ template <int D_WRT, int D_OTHER, int GROUPS = 2> struct fused_backward_shape {
     typedef query_tile<DQ_GROUPS> tile_type;
     static constexpr int ROWS = tile_type::ROWS; /* queries */
 
-    /* Registers of a thread. Ordinary values, logits, G and dq come first; ptxas does not succeed without spare ones.
-     */
+    /* Registers of a thread: 24 ordinary ones, 64 logits, 16 of G, DIM / 2 of dq and 8 spare ones, without which
+     * ptxas does not succeed. Queries of the other argument get the rest. */
     static constexpr int DK_REGS = WIDE_OTHER || DQ_GROUPS == 3 ? 72 : 104;
     static constexpr int DQ_REGS = (65536 / THREADS / 8 * 8 * (DQ_GROUPS + 1) - DK_REGS) / DQ_GROUPS / 8 * 8;
     static constexpr int Q_REGS = DQ_REGS - 24 - 64 - 16 - DIM / 2 - 8;

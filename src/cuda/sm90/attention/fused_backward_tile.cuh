@@ -111,9 +111,9 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
             if (!LOADS_LATE && n + 1 < loader.keys.masked_stages)
                 sanitize_stage<ELEMENT>(smem, n + 1);
             barrier_wait(smem.g_full[n % 2], n / 2 % 2);
-            if (is_leader && n > 0) /* G of stage n is full, so both dq warpgroups have released stage n - 1 */
+            if (is_leader && n > 0) /* G of stage n is full: every dq warpgroup has released stage n - 1 */
                 loader.load_stage(n + smem.DEPTH - 1);
-            if (is_leader && smem.WIDE_OTHER) /* ... and the other argument's keys of stage n */
+            if (is_leader && smem.WIDE_OTHER) /* its logits are complete: the other argument's keys are free, too */
                 loader.load_other_stage(n + smem.DEPTH);
             if (LOADS_LATE && n + 1 < loader.keys.masked_stages)
                 sanitize_stage<ELEMENT>(smem, n + 1);
@@ -184,6 +184,7 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
     __device__ void compute_g(uint32_t (&g)[4][4], const stage_logits &wrt, const stage_logits &other, int n)
     {
         constexpr logits_kind OF_A = LOGITS == logits_kind::LINEAR_B ? logits_kind::PLAIN : LOGITS;
+        constexpr logits_kind OF_WRT = WRT_B ? LOGITS : OF_A, OF_OTHER = WRT_B ? OF_A : LOGITS;
         const int first = MASKED ? smem.keys.stage_at(n) * STAGE_KEYS : 0;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -199,15 +200,11 @@ template <typename ELEMENT, typename SHAPE, bool WRT_B, logit_form FORM> struct 
                     const int column = acc_column(i, parity);
                     const float lse = WRT_B ? query.lse_b : query.lse_a;
                     const log_probability of_wrt =
-                        log_probability_of < WRT_B
-                            ? LOGITS
-                            : OF_A > (wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
-                                      MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
+                        log_probability_of<OF_WRT>(wrt[i][half * 2 + parity], wrt_argument<WRT_B>(params),
+                                                   MASKED ? smem.poison[n % smem.DEPTH][column] - lse : -lse);
                     const log_probability of_other =
-                        log_probability_of < WRT_B
-                            ? OF_A
-                            : LOGITS > (other[i][half * 2 + parity], other_argument<WRT_B>(params),
-                                        -(WRT_B ? query.lse_a : query.lse_b));
+                        log_probability_of<OF_OTHER>(other[i][half * 2 + parity], other_argument<WRT_B>(params),
+                                                     -(WRT_B ? query.lse_a : query.lse_b));
                     const float log_p_a = (WRT_B ? of_other : of_wrt).value;
                     const float log_p_b = (WRT_B ? of_wrt : of_other).value;
                     const float p_a = ex2(log_p_a);

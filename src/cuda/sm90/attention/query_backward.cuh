@@ -58,10 +58,10 @@ __device__ inline float find_g_unit(const backward_params &params, const query_t
     return power_of_2(max(size - LIMIT, -126));
 }
 
-/* Row stats of the warpgroup's 64 queries, two threads each. The WORKER's sanitize_query() sets those to 0 that are
- * not finite in an argument with gradients, and returns false for them: set_stats() then puts a NaN in place of their
- * LSE, which keeps them from dk of keys that they do not attend to. Rows from `count` on may belong to another
- * sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
+/* Row stats of the warpgroup's 64 queries, two threads each. The WORKER's sanitize_query() sets rows of an argument
+ * with gradients that are not finite to 0, so that masked pairs add 0 to dk, and returns false for them: set_stats()
+ * then makes their LSE NaN, and with it G of the pairs that they attend to. Rows from `count` on may belong to
+ * another sequence: they become 0, too, and an LSE of 1e30 makes all their probabilities 0. */
 template <typename WORKER> __device__ inline void prepare_queries(const WORKER &worker)
 {
     const backward_params &params = worker.params;
@@ -184,8 +184,8 @@ __device__ inline void multiply_dk(float (&dk)[BLOCKS][4], uint32_t g, uint32_t 
     fence_operand(dk);
 }
 
-/* Adds dk of a warp's 16 keys of stage n, from dimension first_dim on. The row is found slab by slab: found once, it
- * takes a branch. */
+/* Adds dk of a warp's 16 keys of stage n, from dimension first_dim on. row_at() is called for each slab: with one
+ * call before the loop, ptxas compiles it to a branch. */
 template <int SLABS>
 __device__ inline void reduce_add_dk(const CUtensorMap &sums, const unsigned char (&dk)[SLABS][STAGE_KEYS][128],
                                      int first_dim, const stage_schedule &keys, int n, int warp, int key_head,

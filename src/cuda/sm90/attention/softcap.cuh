@@ -1,6 +1,6 @@
-/* Logits that are no multiples of products. Softcapped ones are softcap tanh(scale product / softcap), in base 2.
+/* Logits of softcaps and linear links. Softcapped ones are softcap tanh(scale product / softcap), in base 2.
  *
- * tanhf takes two special function instructions and a division of cases. Most logits are far below their cap. There
+ * tanhf takes two special function instructions and a branch. Most logits are far below their cap. There
  * an odd polynomial, on the FMA pipes, is as accurate: a warp uses it for a stage whose products it covers, and tanhf
  * for the others.
  *
@@ -18,8 +18,8 @@
 namespace sm90
 {
 
-/* The logits of an instance: multiples of products; capped, or computed with care for a linear link; or logits of a B
- * with a linear link, whose usual stages have a path of their own. */
+/* The logits of an instance: multiples of products; softcapped, or exact ones of a linear link; or those of a B with
+ * a linear link, which have a faster path for most stages. */
 enum logit_form { PLAIN_LOGITS, CAPPED_LOGITS, LINEAR_LOGITS };
 
 /* Calls launch(std::true_type) for a problem with a softcap and launch(std::false_type) for the others. An instance

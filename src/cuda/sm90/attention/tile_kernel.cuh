@@ -1,14 +1,15 @@
-/* The skeleton of the Hopper kernels with one tile of stationary rows per block: consumer warpgroups of 64 rows each,
- * and one producer warpgroup after them. One block per SM.
+/* The skeleton of Hopper kernels with one tile of stationary rows per block: consumer warpgroups of 64 rows each, and
+ * one producer warpgroup after them. One block per SM. The wide forward, the attention forward, the fused and the
+ * joint backward use it.
  *
  *   all threads   find the tile and the rows that it streams, store the visible ones of each row
- *   thread 0      stores the rest in shared memory, and initializes barriers
+ *   thread 0      stores the tile and the streamed rows in shared memory, and initializes barriers
  *   then          the producer warpgroup gives registers to the consumers
  *
  * A kernel is a WORKER, an aggregate that begins with {params, maps, smem, warpgroup}. It has
  *
  *   GROUPS, REGS, PRODUCER_REGS   consumer warpgroups; registers per thread of these and of the producer
- *   find()                        sets the tile of this block and the rows that it streams
+ *   find()                        all threads: sets the tile and the rows that it streams; false: there is no tile
  *   start()                       the part of thread 0
  *   produce(); run(), store()     the producer warpgroup; a consumer warpgroup */
 #ifndef SKL_CUDA_SM90_ATTENTION_TILE_KERNEL_CUH
