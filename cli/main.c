@@ -66,6 +66,7 @@ static const char doc[] =
     "  3  out of memory\n"
     "  4  the device is absent, failed, or does not support the request\n"
     "  5  an output could not be written\n"
+    "  130  distill was interrupted, and wrote what it had learned so far\n"
     "\n"
     "Environment:\n"
     "  STREAMKL_THREADS  CPU threads if --threads is not given\n"

@@ -26,7 +26,8 @@
  *   - A longer struct of a newer program is accepted if the bytes that the library does not know are 0.
  *   - In a struct that the library fills, it writes the fields that both know.
  * Initialize whole structs, not field by field: {.struct_size = sizeof inputs, ...}. Sizes below those of the first
- * release, 0.1.0, and above 4096 are refused.
+ * release, 0.1.0, and above 4096 are refused. Programs of 0.1.0 that use skl_kernel_info or skl_row_state must be
+ * compiled again.
  */
 #ifndef STREAMKL_H
 #define STREAMKL_H
@@ -155,10 +156,8 @@ typedef enum skl_link {
  *     P_b = M_b / sum_b M_b                   over the blocks of the row: skl_pool_blocks
  *
  * Block b holds keys pool_size * b .. pool_size * (b + 1) - 1 of its sequence. P_hj = exp(x_hj - lse_t[h]) with the
- * given lse_t, or that of all visible keys; with top_k > 0, that of the listed blocks. rows->lse_t adds log sum_b M_b
- * to it, and rows->mass is sum_b M_b. skl_backward needs this rows->lse_t of a skl_forward. skl_forward_backward
- * reads the keys of the teacher once and computes both LSEs: rows->lse_t and rows->lse_s must be requested,
- * inputs->lse_t is that of skl_forward, and inputs->lse_s must be NULL. */
+ * given lse_t, or that of all visible keys; with top_k > 0, that of the listed blocks. The resulting lse_t of a row
+ * adds log sum_b M_b to it, and its mass is sum_b M_b. */
 typedef enum skl_pool { SKL_POOL_NONE = 0, SKL_POOL_MAX = 1, SKL_POOL_SUM = 2 } skl_pool;
 
 typedef enum skl_pool_heads { SKL_POOL_HEADS_MEAN = 0, SKL_POOL_HEADS_MAX = 1 } skl_pool_heads;
@@ -178,9 +177,9 @@ enum {
     SKL_DQ_S = 4, /* student */
     SKL_DK_S = 8,
     SKL_DW_S = 16,    /* weights of an indexer */
-    SKL_DSINK_T = 32, /* problem.sinks */
+    SKL_DSINK_T = 32, /* logits of sinks: with problem.sinks */
     SKL_DSINK_S = 64,
-    SKL_DV_S = 128 /* makes a plan for skl_attention_backward: attention without sinks */
+    SKL_DV_S = 128 /* values: makes a plan for skl_attention_forward and skl_attention_backward, without sinks */
 };
 
 /* Start from skl_problem_default(). Lengths may be 0. heads_t is a multiple of heads_s, and heads_t and heads_s are
@@ -429,8 +428,8 @@ typedef enum skl_op {
 SKL_API skl_status skl_plan_create(skl_plan **plan, const skl_problem *problem, const skl_options *options);
 SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 
-/* Returns the bytes of workspace that an operation needs. The workspace is aligned to SKL_WORKSPACE_ALIGNMENT, and
- * concurrent calls need separate ones. Its size is at most the sum of the rows that apply:
+/* Returns the bytes of workspace that an operation needs. Align it to SKL_WORKSPACE_ALIGNMENT, and give concurrent
+ * calls separate ones. Its size is at most the sum of the rows that apply:
  *
  *     at most    for each                              growth  operations          where
  *     16 MiB     thread with work                      O(1)    all                 CPU
@@ -466,7 +465,8 @@ SKL_API void skl_plan_destroy(skl_plan *plan); /* NULL is fine */
 #define SKL_WORKSPACE_ALIGNMENT 64
 SKL_API size_t skl_plan_workspace_size(const skl_plan *plan, skl_op op);
 
-/* Returns the name of the kernel, as in skl_kernel_at. */
+/* Returns the name of the kernel of calls with aligned tensors, as in skl_kernel_at; skl_plan_explain lists every
+ * launch. */
 SKL_API const char *skl_plan_kernel(const skl_plan *plan);
 
 /* Returns the number of CPU threads; 0 on a GPU. */
@@ -485,9 +485,9 @@ SKL_API size_t skl_plan_explain(const skl_plan *plan, const skl_inputs *inputs, 
 /* Returns 1 if calls of an operation run, with aligned tensors and all of problem.gradients. Returns 0 and sets
  * skl_last_error() if not: the message says why, and what to call instead. Only the three calls of the student's own
  * attention can be missing, and skl_partial with a pooled teacher. On a GPU, skl_attention_forward and
- * skl_attention_backward need Hopper, bf16 or f16 heads of up to 128 dimensions, KL(P || S), r = 1 and no softcap;
- * skl_attention_backward also needs a plan that need not be deterministic. On a CPU there is no
- * skl_attention_forward. */
+ * skl_attention_backward need Hopper, bf16 or f16 on both sides, heads of up to 128 dimensions in multiples of 8,
+ * KL(P || S), r = 1 and no softcap; the forward also needs positive scales, the backward a plan that need not be
+ * deterministic. On a CPU there is no skl_attention_forward. */
 SKL_API int skl_plan_supports(const skl_plan *plan, skl_op op);
 
 /* ---- Running ----------------------------------------------------------------------------------------------- */
@@ -504,15 +504,19 @@ SKL_API skl_status skl_forward(const skl_plan *plan, const skl_inputs *inputs, c
 
 /* Gradients from the row results of a forward: always lse_t and lse_s. Gradients of the first argument of the KL
  * (teacher in KL(P || S), student in KL(S || P)) also need kl; with r > 1, teacher gradients need dot_t instead.
- * skl_problem_needs() returns these needs as bits. */
+ * With a pooled teacher, lse_t is the one that skl_forward has returned. skl_problem_needs() returns these needs as
+ * bits. */
 SKL_API skl_status skl_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients,
                                 void *workspace, size_t workspace_size, skl_stream stream);
 
 /* One-pass: loss and gradients in one pass over the keys, if both LSEs of the visible keys are known. Every flash
  * attention returns its LSE; for an indexer, skl_forward with only rows->lse_s requested computes it without the
- * teacher. rows->lse_t, rows->lse_s and rows->mass must not be requested, except with a pooled teacher: see skl_pool.
- * kl or dot_t must be requested in rows where skl_backward would need it, which costs a second pass. For teacher
- * gradients under wider LSEs, call skl_forward, then skl_backward.
+ * teacher. rows->lse_t, rows->lse_s and rows->mass must not be requested. kl or dot_t must be requested in rows where
+ * skl_backward would need it, which costs a second pass. For teacher gradients under wider LSEs, call skl_forward,
+ * then skl_backward.
+ *
+ * With a pooled teacher, the call reads the teacher's keys once and computes both LSEs: request rows->lse_t and
+ * rows->lse_s, pass inputs->lse_t as to skl_forward, and leave inputs->lse_s empty. rows->mass may be requested.
  *
  * Gradients are those of the sum over rows, which can exceed the range of f16. A factor that is known at this time,
  * such as 1 / rows of a mean or a loss scale, belongs in inputs->grad_kl: it is applied before gradients are rounded,

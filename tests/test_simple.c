@@ -103,9 +103,9 @@ static void test_refused_arguments(void **state)
     const struct {
         const char *message;
         int32_t *field;
-    } fields[] = {{"packed=1: must be 0 in skl_attention_kl", &f.problem.packed},
-                  {"row_bounds=1: must be 0 in skl_attention_kl", &f.problem.row_bounds},
-                  {"sinks=1: must be 0 in skl_attention_kl", &f.problem.sinks},
+    } fields[] = {{"packed=1: must be 0 in the simple API", &f.problem.packed},
+                  {"row_bounds=1: must be 0 in the simple API", &f.problem.row_bounds},
+                  {"sinks=1: must be 0 in the simple API", &f.problem.sinks},
                   {"causal=2: must be 0..1", &f.problem.causal}};
     for (size_t n = 0; n < COUNT_OF(fields); n++) {
         *fields[n].field = n == COUNT_OF(fields) - 1 ? 2 : 1;
@@ -114,7 +114,7 @@ static void test_refused_arguments(void **state)
         f.problem = valid;
     }
     f.problem.student = SKL_STUDENT_INDEXER;
-    assert_refused(kl_of(&f, r.kl.data), SKL_ERROR_ARGUMENT, "student=1: must be 0 in skl_attention_kl");
+    assert_refused(kl_of(&f, r.kl.data), SKL_ERROR_ARGUMENT, "student=1: must be 0 in the simple API");
     f.problem = valid;
 
     assert_refused(kl_of(&f, NULL), SKL_ERROR_ARGUMENT, "kl=NULL: must be given");

@@ -29,7 +29,7 @@ static skl_status check_simple(const skl_problem *p)
     for (size_t i = 0; i < sizeof others / sizeof others[0]; i++)
         if (others[i].value != 0)
             return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s=%d: must be 0 in skl_attention_kl, which takes four tensors; use skl_plan_create",
+                            "%s=%d: must be 0 in the simple API, which takes four tensors; use skl_plan_create",
                             others[i].name, others[i].value);
     return SKL_OK;
 }
