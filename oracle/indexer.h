@@ -14,7 +14,7 @@ static struct index_pair index_pair_of(const struct run *run, const real *q, con
 {
     const int64_t dim = run->student.dim;
     const int relu = !run->problem->index_linear;
-    const struct dot dot = dot_of(&run->student, q, k);
+    const struct dot dot = dot_of(q, k, run->student.dim, run->student.orders);
     struct index_pair pair = {dot.sum, dot.products, 1, 0};
     pair.passes = !relu || !(pair.dot <= 0); /* NaN passes */
     pair.uncertain = relu && fabs(pair.dot) <= (real)dim * (real)ORACLE_ROUNDING * pair.products && pair.products > 0;

@@ -9,6 +9,8 @@
 
 typedef REAL real;
 
+#include "dot.h"
+
 /* The teacher or the student; its tensors are contiguous [batch, heads, length, dim]. */
 struct model {
     int64_t heads, key_heads, dim;
@@ -260,15 +262,6 @@ static real sum_rounding(const skl_input *of_t, const skl_input *of_s, int64_t c
 {
     const int expanded = of_t->stride_row == 0 || of_s->stride_row == 0;
     return expanded && count > 0 ? (real)count : 1;
-}
-
-/* The largest error of few results in float is a matter of luck. More orders of the same sums make 16 results of each
- * tensor (docs/design/maths.md, "Few rows"). */
-static int64_t orders_for(int64_t rows)
-{
-    const int64_t results = 16, orders_max = 8;
-    const int64_t orders = rows > 0 ? (results + rows - 1) / rows : 1;
-    return sizeof(real) == sizeof(double) ? 1 : orders < orders_max ? orders : orders_max;
 }
 
 static struct run prepare(const skl_problem *p, const skl_inputs *inputs, const skl_attention *attention)

@@ -45,41 +45,6 @@ static real slope_of(const struct model *model, real logit)
     return 1 - capped * capped;
 }
 
-/* <q, k>, added up in `orders` orders: the sum with the largest error. */
-static real worst_dot(const real *q, const real *k, int64_t dim, int64_t orders)
-{
-    double exact = 0;
-    for (int64_t d = 0; d < dim; d++)
-        exact += (double)q[d] * (double)k[d];
-    real worst = 0;
-    for (int64_t order = 0; order < orders; order++) {
-        const int64_t first = order * dim / orders;
-        real dot = 0;
-        for (int64_t d = first; d < first + dim; d++)
-            dot += q[d % dim] * k[d % dim];
-        if (order == 0 || fabs((double)dot - exact) > fabs((double)worst - exact))
-            worst = dot;
-    }
-    return worst;
-}
-
-/* <q, k>, and the sum of the magnitudes of its products. */
-struct dot {
-    real sum, products;
-};
-
-static struct dot dot_of(const struct model *model, const real *q, const real *k)
-{
-    struct dot dot = {0, 0};
-    for (int64_t d = 0; d < model->dim; d++) {
-        dot.sum += q[d] * k[d];
-        dot.products += fabs(q[d] * k[d]);
-    }
-    if (model->orders > 1)
-        dot.sum = worst_dot(q, k, model->dim, model->orders);
-    return dot;
-}
-
 /* logits[j] = softcap(scale * <q, k[j]>), or the logarithm. Roundings: every product, the logit. */
 static void compute_logits(const struct model *model, struct offsets at, const int64_t *keys, int64_t count,
                            real *logits, real *roundings)
@@ -91,7 +56,7 @@ static void compute_logits(const struct model *model, struct offsets at, const i
             roundings[j] = fabs(logits[j]);
             continue;
         }
-        const struct dot dot = dot_of(model, q, model->k + at.k + keys[j] * model->dim);
+        const struct dot dot = dot_of(q, model->k + at.k + keys[j] * model->dim, model->dim, model->orders);
         logits[j] = model->scale * dot.sum;
         if (model->softcap > 0)
             logits[j] = model->softcap * tanh(logits[j] / model->softcap);

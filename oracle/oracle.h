@@ -105,6 +105,7 @@ typedef struct oracle_expectation {
     int64_t products;        /* whose sum an element is, at most: such a kernel may lose those below 2^-126 */
     skl_dtype dtype;         /* of the computed tensor */
     int64_t count;
+    const struct oracle_expectation *rows; /* a tensor of which each element is one: its naive errors count */
 } oracle_expectation;
 
 /* The largest relative error of one rounding to a type. */

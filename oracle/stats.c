@@ -13,6 +13,8 @@
 
 typedef REAL real;
 
+#include "dot.h"
+
 /* Logits or LSEs from here on do not determine probabilities: e^x is known to a factor of e^(1/16) at best. In base 2
  * this is 2^(1/16). */
 #define COARSE ((real)((oracle_base_2_roundings() > 0 ? 0.69314718 : 1) * 0x1p-4 / ORACLE_ROUNDING))
@@ -29,6 +31,7 @@ struct head {
     oracle_sequence sequence;
     int64_t b, h;
     int64_t key_sum, query_sum; /* roundings of a sum over keys, and over rows */
+    int64_t orders;             /* in which a product of rows is added up: the worst of them */
     real *q, *k;                /* [len_q, dim] and [len_k, dim] */
 };
 
@@ -86,14 +89,10 @@ static void find_logit(const struct head *head, int64_t i, int64_t j, real *x, r
     const skl_problem *const p = head->problem;
     const real *const q = head->q + i * p->dim_s, *const k = head->k + j * p->dim_s;
     const real scale = p->scale_s != 0 ? (real)p->scale_s : 1 / sqrt((real)p->dim_s), cap = (real)p->softcap_s;
-    real dot = 0, products = 0;
-    for (int64_t d = 0; d < p->dim_s; d++) {
-        dot += q[d] * k[d];
-        products += fabs(q[d] * k[d]);
-    }
-    *x = cap > 0 ? cap * tanh(scale * dot / cap) : scale * dot;
+    const struct dot dot = dot_of(q, k, p->dim_s, head->orders);
+    *x = cap > 0 ? cap * tanh(scale * dot.sum / cap) : scale * dot.sum;
     const real slope = cap > 0 ? 1 - *x / cap * (*x / cap) : 1;
-    *rounding = fabs(scale) * products * slope + (1 + (real)oracle_base_2_roundings()) * fabs(*x);
+    *rounding = fabs(scale) * dot.products * slope + (1 + (real)oracle_base_2_roundings()) * fabs(*x);
 }
 
 /* A row of the matrix: its visible keys, their logits and probabilities. */
@@ -357,7 +356,8 @@ oracle_stats ORACLE_STATS(const skl_problem *p, const skl_inputs *inputs, const 
                                 .b = b,
                                 .h = h,
                                 .key_sum = repeated_keys ? p->len_k + 1 : 1,
-                                .query_sum = repeated_queries ? p->len_q * p->heads_s + 1 : 1};
+                                .query_sum = repeated_queries ? p->len_q * p->heads_s + 1 : 1,
+                                .orders = orders_for(rows)};
             solve_head(&head);
         }
     return out;

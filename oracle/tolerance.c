@@ -57,6 +57,8 @@ static double half_step(skl_dtype dtype, double value)
 oracle_error oracle_naive_error(const oracle_expectation *expected)
 {
     oracle_error largest = {0, 0};
+    if (expected->rows)
+        largest = oracle_naive_error(expected->rows);
     for (int64_t n = 0; n < expected->count; n++)
         if (isfinite(expected->exact[n]) && isfinite(expected->naive[n]) && isfinite(expected->rounding[n])) {
             const double error = fabs(expected->naive[n] - expected->exact[n]);

@@ -317,6 +317,7 @@ int stats_mismatch(const stats_setup *s, const stats_results *results, uint32_t 
         {TOP_P, &s->exact.top_p, &s->naive.top_p, s->f->live_q},
     };
     int wrong = 0;
+    oracle_expectation max_logit;
     for (size_t n = 0; n < COUNT_OF(arrays); n++) {
         const test_tensor *const actual = &results->tensors[arrays[n].result];
         const oracle_expectation expected = {.exact = arrays[n].exact->value,
@@ -324,7 +325,10 @@ int stats_mismatch(const stats_setup *s, const stats_results *results, uint32_t 
                                              .rounding = arrays[n].exact->rounding,
                                              .roundings = kernel_roundings(label),
                                              .dtype = SKL_F32,
-                                             .count = arrays[n].exact->count};
+                                             .count = arrays[n].exact->count,
+                                             .rows = arrays[n].result == HEAD_MAX_LOGIT ? &max_logit : NULL};
+        if (arrays[n].result == MAX_LOGIT)
+            max_logit = expected;
         if (bits >> arrays[n].result & 1)
             wrong += tensor_mismatch(actual, &expected, arrays[n].live, label, names[arrays[n].result]);
     }
