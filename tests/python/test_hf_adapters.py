@@ -110,6 +110,12 @@ def test_a_base_model_that_is_trained_is_no_teacher(trained):
         AttentionDistiller(None, student)
 
 
+def test_an_initialization_that_changes_the_base_model():
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
+    with pytest.raises(ValueError, match="init_lora_weights='pissa' of the adapter 'default' changes the weights of the base model"):
+        AttentionDistiller(None, peft.get_peft_model(llama(), config))
+
+
 def test_adapters_stay_frozen():
     """PEFT lets every active adapter be trained when the base model has run."""
     student, _ = lora()

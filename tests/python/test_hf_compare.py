@@ -46,6 +46,17 @@ def test_compare():
     assert "student layer  teacher layer" in str(found) and student.config._attn_implementation == "sdpa"
 
 
+def test_compare_names_the_heads_of_a_head_map():
+    teacher, student, inputs = llama().eval(), llama().eval(), batch()
+    every = compare(teacher, student, inputs, head_map=[2, 0, 1, 2])
+    found = compare(teacher, student, inputs, head_map={1: 0, 3: 2})
+    expected = {(row["student_layer"], row["head"]): row["kl"] for row in every.table()}
+    assert [row["head"] for row in found.table()] == [1, 3] * 2
+    assert all(row["kl"] == pytest.approx(expected[row["student_layer"], row["head"]], rel=1e-5) for row in found.table())
+    with pytest.raises(TypeError, match="compare\\(\\) takes no temperature: must be one of attention, direction"):
+        compare(teacher, student, inputs, temperature=2)
+
+
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_save_pair(padding, tmp_path):
     """The tool computes the KL of the file."""

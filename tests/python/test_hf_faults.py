@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_architectures import tiny_model
+from hf_architectures import inputs_of, tiny_model
 from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
 
 from streamkl import Parallel
@@ -496,3 +496,71 @@ def test_a_pair_of_shards_has_no_padding():
     pair = Pair("layer 0", None, None, None)
     with pytest.raises(ValueError, match="layer 0: padding and packed sequences are not supported under context parallelism"):
         pair._of_shards({}, SimpleNamespace(queries=object()))
+
+
+def test_a_teacher_of_other_targets():
+    """Without decoder_input_ids, the tokens of a decoder are made from labels."""
+    teacher, student = bart().eval(), bart()
+    inputs = batch()
+    labels, others = inputs["input_ids"].clone(), inputs["input_ids"].flip(1)
+    made = teacher.prepare_decoder_input_ids_from_labels(labels)
+    for given, fits in (dict(labels=labels), True), (dict(decoder_input_ids=made), True), (dict(labels=others), False):
+        with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
+            teacher(**inputs, **given)
+            student(**inputs, labels=labels)
+            if fits:
+                assert distiller.loss() > 0
+            else:
+                with pytest.raises(ValueError, match="ran on another decoder_input_ids than the student"):
+                    distiller.loss()
+
+
+def test_an_input_of_one_model_alone():
+    teacher, student, inputs = bert().eval(), bert(), batch()
+    types = (torch.arange(inputs["input_ids"].shape[1]) % 2).expand_as(inputs["input_ids"])
+    for given, fits in (types, False), (torch.zeros_like(types), True):
+        with AttentionDistiller(teacher, student) as distiller, torch.no_grad():
+            teacher(**inputs, token_type_ids=given)
+            student(**inputs)
+            if fits:
+                assert distiller.loss() > 0
+            else:
+                with pytest.raises(ValueError, match="ran on another token_type_ids than the student"):
+                    distiller.loss()
+
+
+def test_labels_of_a_model_whose_image_tokens_see_each_other():
+    """Row i predicts token i + 1 whatever the mask is: labels at tokens 12.. count rows 11.. ."""
+    name = "Gemma3ForConditionalGeneration"
+    teacher, student = (tiny_model(name, seed) for seed in (0, 1))
+    inputs = inputs_of("none", student)
+    labels = torch.full_like(inputs["input_ids"], -100)
+    labels[:, 12:16] = inputs["input_ids"][:, 12:16]
+    rows = torch.zeros(labels.shape)
+    rows[:, 11:15] = 1
+    losses = []
+    for options, given in (dict(rows="labels"), dict(labels=labels)), ({}, dict(row_weight=rows)):
+        with AttentionDistiller(teacher, student, **options) as distiller, torch.no_grad():
+            student(**inputs)
+            losses.append(distiller.loss(**given))
+    torch.testing.assert_close(*losses)
+
+
+def test_relations_of_cross_attention_are_refused():
+    with pytest.raises(ValueError, match=r"relations=\('qq',\): must be \('qk',\) with attention='cross'"):
+        AttentionDistiller(bart(), bart(), attention="cross", relations=("qq",))
+
+
+@pytest.mark.parametrize("name, value", [("layer_weight", 5.0), ("head_weight", [0, 0, 0, 1]), ("head_map", [0, 0, 0, 0])])
+def test_a_layer_outside_of_layer_map_has_nothing_of_its_own(name, value):
+    with pytest.raises(ValueError, match=f"{name}: student layer 1 is not compared: it is not in layer_map"):
+        loss_of(llama(), llama(), batch(), layer_map={0: 1}, **{name: {1: value}})
+
+
+def test_auto_knows_encoders_and_relation_heads():
+    teacher, student = bart(), bart()
+    student.config.encoder_attention_heads //= 2
+    found = {kind: AttentionDistiller(teacher, student, direction="auto", attention=kind).direction for kind in ("self", "encoder")}
+    assert found == dict(self="reverse", encoder="forward")
+    options = dict(direction="auto", relations=("vv",), relation_heads=4)
+    assert AttentionDistiller(llama(heads=8), llama(heads=4), **options).direction == "reverse"

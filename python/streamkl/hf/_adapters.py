@@ -31,8 +31,19 @@ def _adapters_off(adapted: Any) -> Iterator[None]:
             each.requires_grad = flag
 
 
-def check_base_is_frozen(adapted: Any) -> None:
-    """Refuses a base model that is trained together with its adapters: it would not stay the teacher that it is."""
+# Initializations of LoRA that take the adapters out of the base weights.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+def check_base_is_teacher(adapted: Any) -> None:
+    """Refuses a base model that its adapters have changed, or that is trained with them: it is not the model that it was."""
+    for name, config in adapted.peft_config.items():
+        how = getattr(config, "init_lora_weights", None)
+        if isinstance(how, str) and how.startswith(_CHANGE_THE_BASE):
+            raise ValueError(
+                f"teacher=None: init_lora_weights={how!r} of the adapter {name!r} changes the weights of the base model: pass a copy of "
+                "the base model, made before, as the teacher"
+            )
     base = adapted.base_model
     trained = {name for name, each in base.named_parameters() if each.requires_grad}
     with _adapters_off(adapted):

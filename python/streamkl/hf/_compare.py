@@ -121,15 +121,17 @@ class Comparison:
     """The attention KL of two models on a batch. Keys are pairs ``(student layer, teacher layer)``."""
 
     rows: dict[tuple[int, int], torch.Tensor]
-    """KL of every row, ``[batch, heads_s, length]``, NaN for padding."""
+    """KL of every row, ``[batch, heads, length]``, NaN for padding."""
     maps: dict[tuple[int, int], AttentionMap]
     """Attention maps of both and of the KL, per head, if asked for."""
+    heads: dict[tuple[int, int], list[int]]
+    """The student heads that were compared: all of them, or those of ``head_map``."""
 
     def per_layer(self) -> dict[tuple[int, int], float]:
         return {pair: rows.nanmean().item() for pair, rows in self.rows.items()}
 
     def per_head(self) -> dict[tuple[int, int], torch.Tensor]:
-        """``[heads_s]`` for each pair."""
+        """``[heads]`` for each pair, those of ``heads``."""
         return {pair: rows.transpose(0, 1).flatten(1).nanmean(1) for pair, rows in self.rows.items()}
 
     def per_position(self, buckets: int = 8) -> dict[tuple[int, int], torch.Tensor]:
@@ -144,8 +146,8 @@ class Comparison:
         """One row per pair and head: student_layer, teacher_layer, head, kl."""
         return [
             dict(student_layer=i, teacher_layer=j, head=head, kl=kl)
-            for (i, j), heads in self.per_head().items()
-            for head, kl in enumerate(heads.tolist())
+            for (i, j), kls in self.per_head().items()
+            for head, kl in zip(self.heads[i, j], kls.tolist())
         ]
 
     def __str__(self) -> str:
@@ -156,6 +158,9 @@ class Comparison:
                 f"{i:13}  {j:13}  {kl:8.4f}  " + " ".join(f"{part:.3f}" for part in positions[i, j].tolist())
             )
         return "\n".join(lines)
+
+
+_OPTIONS = {"layer_map", "head_map", "direction", "attention", "tower", "sinks", "verify"}
 
 
 @torch.no_grad()
@@ -170,6 +175,8 @@ def compare(
         buckets: ``(rows, columns)`` of attention maps; default: no maps.
         options: ``layer_map``, ``head_map``, ``direction``, ``attention``, ``tower``, ``sinks``, ``verify`` of :class:`AttentionDistiller`.
     """
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"compare() takes no {min(unknown)}: must be one of {', '.join(sorted(_OPTIONS))}")
     with eval_mode(student), AttentionDistiller(teacher, student, **options) as distiller:
         student(**batch)
         return compare_captured(distiller, buckets)
@@ -184,8 +191,9 @@ def compare_captured(distiller: AttentionDistiller, buckets: tuple[int, int] | N
     maps = {}
     if buckets is not None:
         maps = {key: _map(pair, cache, buckets, distiller.direction) for key, pair in pairs.items()}
+    heads = {key: list(pair.heads or range(pair.s.q.shape[1])) for key, pair in pairs.items()}
     distiller.drop()
-    return Comparison(rows, maps)
+    return Comparison(rows, maps, heads)
 
 
 def _map(pair: Pair, cache: RowCache, buckets, direction) -> AttentionMap:

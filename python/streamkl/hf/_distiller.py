@@ -13,7 +13,7 @@ import torch
 from .._carried import Term
 from .._options import Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
-from ._adapters import adapters_are_off, base_model, check_base_is_frozen, modes_of, peft_model, restore_modes
+from ._adapters import adapters_are_off, base_model, check_base_is_teacher, modes_of, peft_model, restore_modes
 from ._attention import Call
 from ._capture import Capture, Step, Verify
 from ._context import active_region, parallel_of
@@ -136,7 +136,7 @@ class AttentionDistiller:
         self.student.drop, self.student.early_term = self.drop, self._early_term
         self.teacher.must_be_eval = not self._shares_model
         if self._shares_model:
-            check_base_is_frozen(peft_model(student))
+            check_base_is_teacher(peft_model(student))
             self.teacher.takes = partial(adapters_are_off, self.student.model)
             self.student.takes = lambda: not self.teacher.takes()
             self.teacher.running = partial(base_model, peft_model(student))
@@ -152,6 +152,8 @@ class AttentionDistiller:
             raise ValueError("rows='labels': needs attention='self' or 'cross': labels are tokens of the decoder")
         if not relations or isinstance(relations, str) or not all(relation in RELATIONS for relation in relations):
             raise ValueError(f"relations={relations!r}: must be one or more of {', '.join(map(repr, RELATIONS))}")
+        if attention == "cross" and tuple(relations) != ("qk",):
+            raise ValueError(f"relations={relations!r}: must be ('qk',) with attention='cross': queries and keys are of other tokens")
         if relation_heads is not None and (not is_whole(relation_heads) or relation_heads < 1):
             raise ValueError(f"relation_heads={relation_heads!r}: must be None or a whole number, at least 1")
         if relation_heads is not None and (head_map is not None or set(relations) == {"qk"}):
@@ -159,8 +161,10 @@ class AttentionDistiller:
         if not (isinstance(temperature, (int, float)) and math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         check_choice("sinks", sinks, ("both", "keys only"))
-        maps.check_against_configs(self.layer_map, self.head_map, self.teacher.model, self.student.model)
-        self.direction = maps.direction_of(direction, None in (self.head_map or {}), self.teacher.model, self.student.model, tower)
+        models = self.teacher.model, self.student.model
+        maps.check_against_configs(self.layer_map, self.head_map, *models, attention)
+        regroups = relation_heads is not None and "qk" not in relations
+        self.direction = maps.direction_of(direction, None in (self.head_map or {}) or regroups, *models, tower, attention)
         self.attention, self.tower, self.relations = attention, tower, tuple(relations)
         self.temperature, self.rows, self.check_input = float(temperature), rows, check_input
         self.sample_rows, self.sinks, self.relation_heads = _checked_share(sample_rows), sinks, relation_heads
@@ -255,7 +259,8 @@ class AttentionDistiller:
     def loss(
         self, *, labels: torch.Tensor | None = None, row_weight: torch.Tensor | None = None, sample_rows: float | None = None
     ) -> torch.Tensor:  # fmt: skip
-        """Attention KL of the student's last forward, f32: mean over layer pairs, heads and rows that are not padding.
+        """Attention KL of the student's last forward, f32: mean over layers, heads and rows that are not padding. A layer
+        with several teacher layers has the mean of their KLs.
 
         If the teacher has not run since the last loss(), it runs now on the same input.
 
@@ -405,14 +410,14 @@ class AttentionDistiller:
                 "AttentionDistiller: layers that run on shards of their sequences (context parallelism) are not proven: compare their "
                 "loss with that of whole sequences once, then pass verify='never'", stacklevel=5,
             )  # fmt: skip
-        for name, of_layers in (
-            ("layer_weight", self.layer_weight), ("head_weight", self._weights.layers), ("head_map", self.head_map or {})
-        ):  # fmt: skip
-            maps.check_layers(name, (i for i in of_layers if i is not None), len(layers_s))
         if self.layer_map is None:
             chosen = maps.default_layers(layers_t, layers_s)
         else:
             chosen = maps.numbered_layers(self.layer_map, layers_t, layers_s)
+        for name, of_layers in (
+            ("layer_weight", self.layer_weight), ("head_weight", self._weights.layers), ("head_map", self.head_map or {})
+        ):  # fmt: skip
+            maps.check_layers(name, (i for i in of_layers if i is not None), chosen, len(layers_s))
         self._check_graph([layers_s[i] for i in chosen])
         return {
             (i, j): Pair(
@@ -507,7 +512,7 @@ class AttentionDistiller:
             )
         counted = labels != -100
         if self.attention == "self" and predicts_next_token(model):
-            if all(layer.causal for layer in self._layers(self.student)):
+            if model.can_generate() or all(layer.causal for layer in self._layers(self.student)):
                 counted = torch.nn.functional.pad(counted[:, 1:], (0, 1))  # row i predicts token i + 1
         return counted.float() if row_weight is None else counted * row_weight
 

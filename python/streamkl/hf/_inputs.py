@@ -10,7 +10,9 @@ import torch
 from ._capture import Capture
 from ._layers import Layer
 
-_NOT_COMPARED = {"labels", "past_key_values", "inputs_embeds", "decoder_inputs_embeds"}
+_NOT_COMPARED = {"past_key_values", "inputs_embeds", "decoder_inputs_embeds", "cache_position"}
+# Inputs of a model's own loss: they change no attention.
+_FOR_LOSS = ("label", "start_positions", "end_positions", "num_items_in_batch")
 # Inputs that a model has computed itself.
 _OF_ONE_MODEL = {
     "inputs_embeds": "its own embeddings", "decoder_inputs_embeds": "its own embeddings", "encoder_outputs": "its own hidden states"
@@ -97,7 +99,7 @@ def _vocabulary(embeddings: torch.nn.Module) -> int:
 
 def check_same_input(teacher: Capture, student: Capture) -> None:
     """The teacher that the caller ran has read what the student has read. Compares values only of different tensors."""
-    given_t, given_s = teacher.step.arguments(), student.step.arguments()
+    given_t, given_s = (_with_decoder_ids(capture) for capture in (teacher, student))
     inputs = [_main_input(capture, given) for capture, given in ((teacher, given_t), (student, given_s))]
     if inputs[0] != inputs[1] or inputs[0] not in given_t:
         raise ValueError(
@@ -107,12 +109,29 @@ def check_same_input(teacher: Capture, student: Capture) -> None:
     versions_t, versions_s = teacher.step.versions_by_name(), student.step.versions_by_name()
     for name in {**given_t, **given_s}:
         a, b = given_t.get(name), given_s.get(name)
-        if name in _NOT_COMPARED or not any(isinstance(each, torch.Tensor) for each in (a, b)):
+        if name in _NOT_COMPARED or any(part in name for part in _FOR_LOSS):
             continue
+        if not any(isinstance(each, torch.Tensor) for each in (a, b)):
+            continue
+        if (a is None or b is None) and not all(_takes(capture, name) for capture in (teacher, student)):
+            continue  # the other model has no such input
         if not _same(name, a, b) or (a is b and versions_t.get(name) != versions_s.get(name)):
             raise ValueError(
                 f"AttentionDistiller: the teacher ran on another {name} than the student {_shapes(a, b)}: {_ADVICE}"
             )
+
+
+def _with_decoder_ids(capture: Capture) -> dict[str, Any]:
+    """The arguments of a forward. An encoder-decoder makes the tokens of its decoder from labels, unless it received them."""
+    given = capture.step.arguments()
+    if not capture.model.config.is_encoder_decoder or given.get("labels") is None or "decoder_input_ids" in given:
+        return given
+    make = getattr(capture.model, "prepare_decoder_input_ids_from_labels", None)
+    return {**given, "decoder_input_ids": given["labels"] if make is None else make(given["labels"])}
+
+
+def _takes(capture: Capture, name: str) -> bool:
+    return name in inspect.signature(capture.step.module.forward).parameters
 
 
 def _main_input(capture: Capture, given: dict[str, Any]) -> str:
@@ -132,7 +151,7 @@ def _same(name: str, a: Any, b: Any) -> bool:
         return bool(given.all())
     if name == "position_ids":  # left out, tokens are counted; packed sequences count again
         return torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given))
-    return True  # the others follow from the model
+    return name == "token_type_ids" and not given.any()  # left out, all tokens are of type 0
 
 
 def _shapes(a: Any, b: Any) -> str:

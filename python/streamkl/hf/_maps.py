@@ -71,40 +71,41 @@ def _check(name: str, given, indices: list) -> None:
         raise ValueError(f"{name}={given!r}: must contain numbers from 0 on")
 
 
-def check_against_configs(layers, heads, teacher, student) -> None:
+def check_against_configs(layers, heads, teacher, student, attention: str = "self") -> None:
     """Refuses indices that the models do not have, before anything runs, where their configs tell."""
     has_one_stack = not any(model.config.is_encoder_decoder for model in (teacher, student))
     if layers is not None and has_one_stack and (counts := _counts("num_hidden_layers", teacher, student)):
         for i, many in layers.items():
             for j in many:
                 _check_pair(i, j, *(range(count) for count in counts))
-    if counts := _counts("num_attention_heads", teacher, student):
+    if counts := _counts("num_attention_heads", teacher, student, None, attention):
         for heads_of_layer in (heads or {}).values():
             check_heads(heads_of_layer, *counts, "every layer")
 
 
 def direction_of(
-    asked: AskedDirection, has_head_map: bool, teacher, student, tower: str | None = None
+    asked: AskedDirection, pairs_heads: bool, teacher, student, tower: str | None = None, attention: str = "self"
 ) -> Direction:
     """What "auto" stands for. The reverse KL to the mean of several heads would choose one of them.
 
-    `has_head_map`: one that holds for all layers.
+    `pairs_heads`: a head map of all layers, or relations of new heads.
     """
     if asked != "auto":
         return asked
-    counts = _counts("num_attention_heads", teacher, student, tower)
-    return "reverse" if has_head_map or (counts and counts[0] == counts[1]) else "forward"
+    counts = _counts("num_attention_heads", teacher, student, tower, attention)
+    return "reverse" if pairs_heads or (counts and counts[0] == counts[1]) else "forward"
 
 
-def _counts(name: str, teacher, student, tower: str | None = None) -> tuple[int, int] | None:
+def _counts(name: str, teacher, student, tower: str | None = None, attention: str = "self") -> tuple[int, int] | None:
     """A number of both configs; None if one does not have it."""
-    a, b = (getattr(_config(model, tower), name, None) for model in (teacher, student))
+    a, b = (getattr(_config(model, tower, attention), name, None) for model in (teacher, student))
     return (int(a), int(b)) if is_whole(a) and is_whole(b) else None  # type: ignore[arg-type]
 
 
-def _config(model, tower: str | None):
+def _config(model, tower: str | None, attention: str):
     """The config of a tower: a model that sees has `vision_config`, one that only sees has no other."""
-    return getattr(model.config, f"{tower}_config", None) or model.config.get_text_config(decoder=True)
+    part = dict(encoder=True) if attention == "encoder" else dict(decoder=True)
+    return getattr(model.config, f"{tower}_config", None) or model.config.get_text_config(**part)
 
 
 def _check_pair(i: LayerName, j: LayerName, layers_t: Sequence, layers_s: Sequence) -> None:
@@ -114,11 +115,13 @@ def _check_pair(i: LayerName, j: LayerName, layers_t: Sequence, layers_s: Sequen
         )
 
 
-def check_layers(name: str, given: Iterable[Any], count: int) -> None:
-    """Layers that have something of their own must be layers of the student: nothing else would tell."""
+def check_layers(name: str, given: Iterable[Any], compared: Iterable[int], count: int) -> None:
+    """Layers that have something of their own must be compared: nothing else would tell."""
     for i in given:
         if not is_whole(i) or not 0 <= i < count:
             raise ValueError(f"{name}: {i!r} is no layer of the student: must be a number, 0..{count - 1}")
+        if i not in compared:
+            raise ValueError(f"{name}: student layer {i} is not compared: it is not in layer_map")
 
 
 def numbered_layers(
