@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from distill_cases import CONTEXT, arguments, evaluation, make_teacher, run, same, weights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from hf_models import bert, kl_from_attentions, llama
 from transformers import AutoModel, BertForMaskedLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -116,6 +116,26 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(
         evaluation(trained)["after"]["kl"], rel=1e-5
     )
+
+
+def test_eval_replaces_no_report_of_a_run(folder, trained, capsys):
+    report = (trained / "report.html").read_text()
+    data = ["--data", str(folder / "data.npy"), "--student", str(trained / "student")]
+    assert main(["eval", "--options", str(trained / "options.toml"), *data, "--out", str(trained)]) == 2
+    assert "contains a run, whose report would be replaced: must be another folder" in capsys.readouterr().err
+    assert (trained / "report.html").read_text() == report
+
+
+def test_a_control_begins_with_the_same_student(tmp_path):
+    """Weights that the folders lack are drawn at random."""
+    make_teacher(tmp_path)
+    file = tmp_path / "teacher/model.safetensors"
+    weights = {name: each for name, each in load_file(file).items() if name != "lm_head.weight"}
+    save_file(weights, file, metadata=dict(format="pt"))
+    student = dict(student=tmp_path / "teacher", student_layers=None, student_heads=None)
+    assert run(tmp_path, "out", "--control", rate=0, steps=1, **student) == 0
+    a, b = (load_file(tmp_path / f"out/{name}/model.safetensors") for name in ("student", "control/student"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_without_evaluation(folder):

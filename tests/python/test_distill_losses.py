@@ -172,7 +172,7 @@ def test_layers_of_hidden_states_are_spread_evenly():
         Objective(
             teacher, student, Options(attention_weight=0, output_weight=0, hidden_weight=1.0, layer_map=layers), {}
         )(ids)
-        for layers in ([], [1, 3], [0, 1])
+        for layers in ([], [1, 3], [0, 3])
     ]
     assert found[0]["hidden"] == found[1]["hidden"] != found[2]["hidden"]
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import LONG
@@ -262,3 +263,27 @@ def test_a_resumed_run_that_measures_something_else(folder):
     assert [line["step"] for line in lines if "held_out_loss" in line] == [9]  # the others are of one sequence
     assert run(folder, "anew", eval_sequences=3, **options, steps=9) == 0
     assert found["before"] == evaluation(folder / "anew")["before"]
+
+
+def test_what_changes_a_resumed_run_is_refused(folder, monkeypatch, capsys):
+    """Needles decide which heads of the teacher retrieve, and processes which sequences a step reads."""
+    options = dict(head_weight="retrieval", eval_sequences=0, steps=2)
+    assert run(folder, "needles", needles=1, **options) == 0
+    assert run(folder, "needles", "--resume", needles=2, **options | dict(steps=4)) == 2
+    assert "was written with --needles 1, and this run has 2" in capsys.readouterr().err
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.Run, "tokens_per_step", lambda run: 7)
+        assert run(folder, "needles", "--resume", needles=1, **options | dict(steps=4)) == 2
+    assert "tokens per step, and this run has 7: use as many processes" in capsys.readouterr().err
+
+
+def test_other_held_out_sequences_are_evaluated_again(folder):
+    """The student as it starts is measured on the same sequences as the one that results."""
+    data = np.load(folder / "data.npy")
+    np.save(folder / "held-out.npy", data[-2:])
+    options = dict(held_out=folder / "held-out.npy", **FAST)
+    assert run(folder, "edited", **options, steps=1) == 0
+    before = evaluation(folder / "edited")["before"]
+    np.save(folder / "held-out.npy", data[:2])
+    assert run(folder, "edited", "--resume", **options, steps=2) == 0
+    assert evaluation(folder / "edited")["before"]["kl"] != before["kl"]

@@ -148,17 +148,17 @@ def test_periods_by_layer():
 
 
 def test_options_count_the_layers_that_attend(tmp_path, capsys):
-    """Layers 1 and 3 attend: they are 0 and 1 of --layer-weight and --layer-map, also for their hidden states."""
-    options = dict(attention_weight=0.0, output_weight=0.0, hidden_weight=1.0, layer_map=[1, 0])
-    teacher, student, ids = jamba(), jamba(), torch.arange(1, 8)[None]
+    """Layers 1, 3 and 5 attend: they are 0, 1 and 2 of --layer-weight and --layer-map, also for their hidden states."""
+    options = dict(attention_weight=0.0, output_weight=0.0, hidden_weight=1.0, layer_map=[1, 0, 2])
+    teacher, student, ids = jamba(6), jamba(6), torch.arange(1, 8)[None]
     losses = Objective(teacher, student, Options(**options), {})(ids)
     states_t, states_s = (
         model(input_ids=ids, output_hidden_states=True).hidden_states for model in (teacher, student)
     )
-    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((2, 4), (4, 2))]
+    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((2, 4), (4, 2), (6, 6))]
     torch.testing.assert_close(losses["hidden"], torch.stack(errors).mean())
     with pytest.raises(
-        UserError, match=r"--layer-map=\[3\]: the student has 2 layers that attend, and the teacher 2"
+        UserError, match=r"--layer-map=\[3\]: the student has 3 layers that attend, and the teacher 3"
     ):
         Objective(teacher, student, Options(**options | dict(layer_map=[3])), {})
     make_teacher(tmp_path, jamba)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from cases import make_tensors
-from hf_models import batch, llama
+from hf_models import batch, gemma2, llama
 from hf_trainer_cases import arguments
 
 import streamkl
 from streamkl.distill._data import load
 from streamkl.distill._needles import KEY, VALUE, NeedleBatch, Retrieval
-from streamkl.distill._objective import Objective
+from streamkl.distill._objective import Objective, Outputs
 from streamkl.distill._options import Options, UserError
 from streamkl.hf import DistillationTrainer
 from streamkl.hf._inputs import check_same_input
@@ -78,18 +78,36 @@ def test_the_language_loss_alone():
 
 
 def test_hidden_states_are_compared_by_layer():
-    options = Options(attention_weight=0.0, output_weight=0.0, hidden_weight=3.0, layer_map=[1, 0])
-    teacher, student, ids = llama(), llama(), batch(size=2, length=7)["input_ids"]
+    options = Options(attention_weight=0.0, output_weight=0.0, hidden_weight=3.0, layer_map=[1, 0, 2])
+    teacher, student, ids = llama(3), llama(3), batch(size=2, length=7)["input_ids"]
     losses = Objective(teacher, student, options, {})(ids)
     states_t, states_s = (
         model.base_model(input_ids=ids, output_hidden_states=True).hidden_states for model in (teacher, student)
     )
-    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((1, 2), (2, 1))]
+    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((1, 2), (2, 1), (3, 3))]
     assert losses.keys() == {"hidden", "loss"}
     torch.testing.assert_close(losses["hidden"], torch.stack(errors).mean())
     torch.testing.assert_close(losses["loss"], 3 * losses["hidden"])
     losses["loss"].backward()
     assert student.base_model.layers[0].mlp.up_proj.weight.grad.abs().sum() > 0
+    with pytest.raises(UserError, match=r"--layer-map=\[0, 2, 1\]: --hidden-weight needs the last layer to learn from the last one"):
+        Objective(teacher, student, Options(hidden_weight=3.0, layer_map=[0, 2, 1]), {})
+
+
+def test_hidden_states_follow_the_attention_kl():
+    """By default a layer learns from the nearest one with the same window; the last ones, with the final norm, stay together."""
+    teacher, student = gemma2(6), gemma2(3)
+    objective, ids = Objective(teacher, student, Options(hidden_weight=1.0), {}), batch(size=2, length=17)["input_ids"]
+    with objective.attached():
+        objective(ids)
+    assert objective._layers == {0: 0, 1: 3, 2: 5}
+
+
+def test_a_softcap_of_small_logits_is_noticed():
+    assert Outputs(llama()).head is not None and isinstance(Outputs(llama()).head, torch.nn.Linear)
+    model = gemma2()
+    model.config.final_logit_softcapping = 30.0
+    assert isinstance(Outputs(model).head, torch.nn.Identity)
 
 
 IDS = torch.arange(6).view(2, 3)

@@ -126,7 +126,7 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
     _require(path, isinstance(written, dict), "options", written, "an object")
     written = {**Options().affecting(), **written}  # earlier versions had fewer options
     for name, value in options.affecting().items():
-        if written[name] != value:
+        if written.get(name, value) != value:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{path}: was written with {flag} {written[name]}, and this run has {value}: "
                             "use the same, or start again with --overwrite")  # fmt: skip

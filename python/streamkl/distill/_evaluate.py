@@ -75,10 +75,10 @@ class Evaluation:
         return cls(**found)
 
 
-def what_is_measured(options: Options) -> dict[str, Any]:
-    """Evaluations with the same options measure the same things."""
+def what_is_measured(options: Options, held_out: Sequences) -> dict[str, Any]:
+    """Evaluations with the same options and sequences measure the same things."""
     names = ("eval_sequences", "needles", "map_layers", "map_heads", "direction")
-    return {**{name: getattr(options, name) for name in names}, "needle_lengths": options.lengths}
+    return {**{name: getattr(options, name) for name in names}, "needle_lengths": options.lengths, "data": held_out.digest()}
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -118,7 +118,7 @@ def evaluate(
             ids = held_out.batch([index]).to(device)
             inside(partial(sums.add, distiller, outputs, ids))
             progress(done := done + 1, total)
-        result = sums.result(count)
+        result = sums.result(count, what_is_measured(options, held_out))
         for length, parts in batches.items():
             retrieval = Retrieval()
             for batch in parts:
@@ -235,7 +235,7 @@ class _Sums:
             numbers = np.array([found.entropy.double().mean().item(), *shares])
             self.looks[role, index] = self.looks.get((role, index), 0) + numbers
 
-    def result(self, count: int) -> Evaluation:
+    def result(self, count: int, measured: dict[str, Any]) -> Evaluation:
         pairs = list(self.heads)
         looks = {
             role: [self.looks[role, pair[at]] / count for pair in pairs]
@@ -256,7 +256,7 @@ class _Sums:
             language_sequence={
                 role: torch.cat(self.losses[role]).mean(1).tolist() for role in ("teacher", "student") if role in self.losses
             },
-            maps=self._chosen_maps(pairs), measured=what_is_measured(self.options),
+            maps=self._chosen_maps(pairs), measured=measured,
         )  # fmt: skip
 
     def _by_position(self, role: str) -> list[float | None]:

@@ -95,13 +95,18 @@ class Run:
         self.mesh = self._make_mesh()
         if not options.dry_run:
             self._claim_folder()
-        set_seed(options.seed)  # a student may have weights that its folder lacks
+        set_seed(options.seed)  # a model may have weights that its folder lacks
         self._load(like)
         self.digest = like.digest if like else self.training.digest()
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
         self.measured: list[dict[str, float]] = []  # losses on held-out sequences, of --eval-every
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
+        if state is not None and (read := state.get("tokens_per_step", self.tokens_per_step())) != self.tokens_per_step():
+            raise UserError(
+                f"{self.checkpoint}: was written by a run of {read} tokens per step, and this run has {self.tokens_per_step()}: use as "
+                "many processes, or start again with --overwrite"
+            )
         self.objective = Objective(self.teacher, self.student, options, self._weights())
         self.wrapped = self._wrap()
         self.trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
@@ -165,6 +170,7 @@ class Run:
             if fuses:
                 fuse_norms(self.teacher)
         self._say(f"load the student {options.student}" if options.student else "make the student from the teacher")
+        set_seed(options.seed)  # a control, which loads no teacher, begins with the same student
         self.student = load_student(options, self.teacher, self._is_main).to(device)
         if fuses:
             fuse_norms(self.student)
@@ -230,7 +236,7 @@ class Run:
         path = self.out / "before.json"
         if self._resumes and path.exists():
             known = Evaluation.read(path)
-            if known.measured == what_is_measured(self.options):
+            if known.measured == what_is_measured(self.options, self.held_out):
                 return known
         found = self._evaluate("before training")
         if self._is_main:
@@ -397,6 +403,7 @@ class Run:
             history=self.history,
             measured=self.measured,
             eval_sequences=self.options.eval_sequences,
+            tokens_per_step=self.tokens_per_step(),
             data=self.digest,
             options=self.options.affecting(),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -43,7 +44,15 @@ class Objective(torch.nn.Module):
         # A recomputation and FSDP look for the weights after the forward, when the rounded ones are gone.
         self.rounds = options.precision == "bfloat16" and not (options.gradient_checkpointing or options.shard)
         if "hidden" in self.weights:
-            self._layers = _hidden_layers(teacher, student, options.layer_map)
+            self._attends = attention_layers(teacher), attention_layers(student)
+            self._layers = {} if options.layer_map else _hidden_layers(teacher, student)
+            self._is_paired = False  # the layers that attend have the teacher layers of the attention KL
+            if layer_map := options.layer_map:
+                of_teacher, of_student = self._attends
+                if len(layer_map) != len(of_student) or max(layer_map) >= len(of_teacher):
+                    raise UserError(f"--layer-map={layer_map}: the student has {len(of_student)} layers that attend, and the teacher "
+                                    f"{len(of_teacher)}, numbered from 0")  # fmt: skip
+                self._pair(enumerate(layer_map), layer_map)
 
     def attached(self) -> Any:
         """Inside this context the attention of both models is recorded, if the loss needs it."""
@@ -93,6 +102,10 @@ class Objective(torch.nn.Module):
         losses = {}
         if "attention" in self.weights and self.teaches_attention:
             losses["attention"] = self.distiller.loss()
+            if states_s is not None:
+                self._pair((pair.student_layer, pair.teacher_layer) for pair in self.distiller.explain().pairs)
+        elif "attention" in self.weights and states_s is not None and not self._is_paired:
+            self._pair(self.distiller.pairs())
         self.distiller.drop()
         total: Any = 0.0
         if "output" in self.weights and outputs_s.head is None:
@@ -114,15 +127,24 @@ class Objective(torch.nn.Module):
             total = total + self.weights["attention"] * losses["attention"]
         return {**losses, "loss": total}
 
+    def _pair(self, pairs: Iterable[tuple[int, int]], layer_map: list[int] | None = None) -> None:
+        """Compares the hidden states of pairs of layers, numbered among those that attend.
 
-def _hidden_layers(teacher: Any, student: Any, layer_map: list[int]) -> dict[int, int]:
-    """The teacher layer of each student layer whose hidden states are compared. Default: all layers, evenly spread."""
-    if layer_map:
-        of_teacher, of_student = attention_layers(teacher), attention_layers(student)
-        if len(layer_map) != len(of_student) or max(layer_map) >= len(of_teacher):
-            raise UserError(f"--layer-map={layer_map}: the student has {len(of_student)} layers that attend, and the teacher "
-                            f"{len(of_teacher)}, numbered from 0")  # fmt: skip
-        return {i: of_teacher[j] for i, j in zip(of_student, layer_map)}
+        The state of a model's last layer has the final norm: it is compared with that of a last layer alone.
+        """
+        of_teacher, of_student = self._attends
+        last_t, last_s = (each.model.config.get_text_config().num_hidden_layers - 1 for each in self.outputs)
+        for i, j in ((of_student[i], of_teacher[j]) for i, j in pairs):
+            if (i == last_s) == (j == last_t):
+                self._layers[i] = j
+            elif layer_map:
+                raise UserError(f"--layer-map={layer_map}: --hidden-weight needs the last layer to learn from the last one: only their "
+                                "hidden states have the final norm")  # fmt: skip
+        self._is_paired = True
+
+
+def _hidden_layers(teacher: Any, student: Any) -> dict[int, int]:
+    """The teacher layer of each student layer whose hidden states are compared: all layers, evenly spread."""
     count_t, count_s = (model.config.get_text_config().num_hidden_layers for model in (teacher, student))
     return {i: nearest_layer(range(count_t), i, count_s, count_t) for i in range(count_s)}
 
@@ -181,10 +203,26 @@ def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
     """Whether the logits are the head's output for the last hidden states: not for models that scale or cap them."""
     # Several tokens: the embedding of padding, often token 0, may be 0, and so are its logits then, whatever the model does.
     ids = _some_tokens(model)
-    with eval_mode(model):
-        logits = model(input_ids=ids).logits
-        plain = head(model.base_model(input_ids=ids).last_hidden_state)
-    return logits.shape == plain.shape and bool(torch.allclose(logits, plain, rtol=1e-3, atol=1e-4))
+    return all(_is_plain_at(model, head, ids, scale) for scale in (1.0, 1000.0))  # a softcap hardly changes small logits
+
+
+def _is_plain_at(model: Any, head: torch.nn.Module, ids: torch.Tensor, scale: float) -> bool:
+    """The same for the last hidden states times `scale`."""
+    states: list[torch.Tensor] = []
+
+    def scaled(module: Any, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state * scale
+        states.append(output.last_hidden_state)
+        return output
+
+    hook = model.base_model.register_forward_hook(scaled)
+    try:
+        with eval_mode(model):
+            logits = model(input_ids=ids).logits
+    finally:
+        hook.remove()
+    plain = head(states[-1])
+    return logits.shape == plain.shape and bool(torch.allclose(logits, plain, rtol=1e-3, atol=1e-4 * scale))
 
 
 def _check(outputs_t: Outputs, outputs_s: Outputs, weights: dict[str, float]) -> None:

@@ -240,7 +240,10 @@ class Options:
 
     def affecting(self) -> dict[str, Any]:
         """The options that change the weights."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["affects"]}
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata["affects"]}
+        if self.head_weight == "retrieval":  # heads are weighted by the needles that they find
+            found |= {"needles": self.needles, "needle_lengths": self.lengths}
+        return found
 
 
 _RANGES = {
