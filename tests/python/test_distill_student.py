@@ -155,7 +155,9 @@ def test_options_count_the_layers_that_attend(tmp_path, capsys):
     states_t, states_s = (
         model(input_ids=ids, output_hidden_states=True).hidden_states for model in (teacher, student)
     )
-    errors = [(states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((2, 4), (4, 2), (6, 6))]
+    errors = [
+        (states_s[i] - states_t[j]).square().sum() / states_t[j].square().sum() for i, j in ((2, 4), (4, 2), (6, 6))
+    ]
     torch.testing.assert_close(losses["hidden"], torch.stack(errors).mean())
     with pytest.raises(
         UserError, match=r"--layer-map=\[3\]: the student has 3 layers that attend, and the teacher 3"

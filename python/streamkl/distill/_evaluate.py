@@ -78,7 +78,11 @@ class Evaluation:
 def what_is_measured(options: Options, held_out: Sequences) -> dict[str, Any]:
     """Evaluations with the same options and sequences measure the same things."""
     names = ("eval_sequences", "needles", "map_layers", "map_heads", "direction")
-    return {**{name: getattr(options, name) for name in names}, "needle_lengths": options.lengths, "data": held_out.digest()}
+    return {
+        **{name: getattr(options, name) for name in names},
+        "needle_lengths": options.lengths,
+        "data": held_out.digest(),
+    }
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -102,7 +102,10 @@ class Run:
         self.history: list[dict[str, float]] = []
         self.measured: list[dict[str, float]] = []  # losses on held-out sequences, of --eval-every
         state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
-        if state is not None and (read := state.get("tokens_per_step", self.tokens_per_step())) != self.tokens_per_step():
+        if (
+            state is not None
+            and (read := state.get("tokens_per_step", self.tokens_per_step())) != self.tokens_per_step()
+        ):
             raise UserError(
                 f"{self.checkpoint}: was written by a run of {read} tokens per step, and this run has {self.tokens_per_step()}: use as "
                 "many processes, or start again with --overwrite"

@@ -203,7 +203,8 @@ def _is_plain_head(model: Any, head: torch.nn.Module) -> bool:
     """Whether the logits are the head's output for the last hidden states: not for models that scale or cap them."""
     # Several tokens: the embedding of padding, often token 0, may be 0, and so are its logits then, whatever the model does.
     ids = _some_tokens(model)
-    return all(_is_plain_at(model, head, ids, scale) for scale in (1.0, 1000.0))  # a softcap hardly changes small logits
+    # A softcap hardly changes small logits.
+    return all(_is_plain_at(model, head, ids, scale) for scale in (1.0, 1000.0))
 
 
 def _is_plain_at(model: Any, head: torch.nn.Module, ids: torch.Tensor, scale: float) -> bool:

@@ -77,12 +77,16 @@ def _evaluate(given: list[str]) -> int:
     options = options_from(arguments)
     if options.data and "data" not in arguments:  # the options of a run, whose data is what its student has learnt
         if not options.held_out:
-            raise UserError("--data: must be given: that of --options is what the student has learnt, and it names no held-out files")
+            raise UserError(
+                "--data: must be given: that of --options is what the student has learnt, and it names no held-out files"
+            )
         options = dataclasses.replace(options, data=options.held_out)
     if "out" not in arguments:
         options = dataclasses.replace(options, out="evaluation")
     if any((Path(options.out) / name).exists() for name in ("student", "checkpoint.safetensors")):
-        raise UserError(f"--out {options.out}: contains a run, whose report would be replaced: must be another folder")
+        raise UserError(
+            f"--out {options.out}: contains a run, whose report would be replaced: must be another folder"
+        )
     if not options.student:
         raise UserError("--student: is missing: the folder of a transformers model")
     if not options.eval_sequences:
