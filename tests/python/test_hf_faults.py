@@ -564,3 +564,47 @@ def test_auto_knows_encoders_and_relation_heads():
     assert found == dict(self="reverse", encoder="forward")
     options = dict(direction="auto", relations=("vv",), relation_heads=4)
     assert AttentionDistiller(llama(heads=8), llama(heads=4), **options).direction == "reverse"
+
+
+def test_a_student_is_no_teacher_meanwhile():
+    """The teacher of a distiller runs in eval mode."""
+    a, b = llama(), llama()
+    with AttentionDistiller(a, b), pytest.raises(ValueError, match="LlamaForCausalLM is the student of one distiller and the teacher"):
+        AttentionDistiller(b, a).attach()
+    with AttentionDistiller(b, a) as distiller, torch.no_grad():  # nothing is left attached
+        a(**batch())
+        assert distiller.loss() > 0
+
+
+@pytest.mark.parametrize("make, attention, options", [
+    (llama, "self", dict(use_cache=False)), (bart, "encoder", {}), (bart, "self", {}),
+])  # fmt: skip
+@pytest.mark.parametrize("role", ["teacher", "student"])
+def test_generate_is_no_step(make, attention, options, role):
+    """Neither without a cache, nor in the encoder of an encoder-decoder."""
+    models, inputs, others = dict(teacher=make(), student=make()), batch(), batch(seed=5)["input_ids"][:, :9]
+    inputs |= dict(decoder_input_ids=inputs["input_ids"]) if make is bart else {}
+    losses = []
+    for generates in False, True:
+        with AttentionDistiller(*models.values(), attention=attention) as distiller, torch.no_grad():
+            models["student"](**inputs)
+            if generates:
+                models[role].generate(others, max_new_tokens=3, do_sample=False, **options)
+            losses.append(distiller.loss())
+    assert torch.equal(*losses)
+
+
+def test_padding_after_a_cache():
+    """Of the new tokens after past_key_values, those of padding are no rows."""
+    models, ids = (llama().eval(), llama()), batch()["input_ids"][:1]
+    mask, rows = torch.ones(1, 14, dtype=torch.long), torch.ones(1, 8)
+    mask[0, 11:] = rows[0, 5:] = 0
+    losses = []
+    for weight in None, rows:
+        with torch.no_grad():
+            caches = [model(ids[:, :6], use_cache=True).past_key_values for model in models]
+        with AttentionDistiller(*models) as distiller:
+            for model, cache in zip(models, caches):
+                model(ids[:, 6:14], attention_mask=mask, past_key_values=cache)
+            losses.append(distiller.loss(row_weight=weight))
+    torch.testing.assert_close(*losses)

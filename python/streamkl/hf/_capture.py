@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin, PreTrainedModel
 
 from .._carried import Slot, Term
 from ._attention import Call, record_attention
@@ -72,6 +72,7 @@ class Step:
     training: bool
     region: Region | None  # the context-parallel region that it ran in; a compiled model does not know
     calls: list[Call]
+    in_generate: bool = False
     output: Any = None  # kept only on several processes: see _parameters.py
     _read_keys: KeyReader | None = None
 
@@ -91,7 +92,7 @@ class Step:
     def is_generation(self) -> bool:
         """A forward of generate(), which nothing is learnt from."""
         given = (self.kwargs.get(name) for name in ("past_key_values", "cache_position"))  # the latter in 5.0
-        return not self.has_graph and any(each is not None for each in given)
+        return self.in_generate or (not self.has_graph and any(each is not None for each in given))
 
     def read_keys(self, call: Call) -> Keys:
         if self._read_keys is None:  # read late: torch.compile would trace it in the constructor
@@ -105,6 +106,17 @@ class Step:
             return rows_to_prove(self.read_keys(call))
         except Refused:
             return None
+
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def _is_generating() -> bool:
+    """Whether generate() runs: without a cache, and in an encoder, its forwards look like others."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _version(value: Any) -> int | None:
@@ -269,7 +281,9 @@ class Recorder:
         self.slots = {}
         versions = (tuple(map(_version, args)), {name: _version(value) for name, value in kwargs.items()})
         region = None if is_compiling else active_region()
-        self.step = Step(module, args, kwargs, versions, torch.is_grad_enabled(), module.training, region, [])
+        has_graph = torch.is_grad_enabled()
+        in_generate = not has_graph and not is_compiling and _is_generating()
+        self.step = Step(module, args, kwargs, versions, has_graph, module.training, region, [], in_generate)
 
     def _end(self, module, args, output) -> None:
         step = self.step
@@ -360,8 +374,15 @@ class Capture:
         self.clear()
 
     def attach(self) -> None:
-        self._recorder = Recorder.of(self.model)
-        self._recorder.add(self)
+        recorder = Recorder.of(self.model)
+        roles = {capture.must_be_eval for capture in recorder.captures if capture.role != "model"}
+        if roles - {self.must_be_eval} and self.role != "model":
+            raise ValueError(
+                f"{self.role}: {type(self.model).__name__} is the student of one distiller and the teacher of another, which runs it in "
+                "eval mode: give the other one a copy as its teacher"
+            )
+        self._recorder = recorder
+        recorder.add(self)
 
     def detach(self) -> None:
         assert self._recorder is not None

@@ -222,7 +222,11 @@ class AttentionDistiller:
         if self._depth == 0:
             self._modes = {} if self._shares_model else modes_of(self.teacher.model)
             self.teacher.attach()
-            self.student.attach()
+            try:
+                self.student.attach()
+            except ValueError:
+                self.teacher.detach()
+                raise
         self._depth += 1
         return self
 

@@ -117,8 +117,8 @@ def _layer(call: Call, name: str, kind: Kind, tower: str, keys, counted, refusal
 
 
 def _counted(keys: Keys) -> torch.Tensor | None:
-    """A token that no query attends to is padding, and its own query does not count."""
-    return keys.shown if keys.len_q == keys.len_k else None
+    """A token that no query attends to is padding, and its own query does not count. The queries are the last tokens."""
+    return None if keys.shown is None or keys.len_q > keys.len_k else keys.shown[:, keys.len_k - keys.len_q :]
 
 
 def _of_layers(calls: list[Call]) -> list[tuple[Call, int]]:
