@@ -499,6 +499,29 @@ def test_text_and_jsonl(folder, tmp_path):
     assert found.batch([0, 1, 2]).tolist() == [[1, 10, 11, 12, 13, 2], [1, 14, 15, 3, 10, 2], [1, 11, 12, 3, 20, 2]]
 
 
+def test_tables_are_cut(folder, tmp_path):
+    """Whatever their length, all tokens are read that fill a sequence."""
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    np.save(tmp_path / "table.npy", np.arange(20).reshape(2, 10))
+    np.save(tmp_path / "stream.npy", np.arange(30, 35))
+    paths = [str(tmp_path / name) for name in ("table.npy", "stream.npy")]
+    for length, expected in (
+        (5, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]),
+        (4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+    ):
+        found = data.load_all(paths, Options(context=length), Words(), teacher)
+        assert found.batch(list(range(len(expected)))).tolist() == expected
+        assert found.batch([4]).tolist() == [list(range(30, 30 + length))]
+
+
+def test_tokens_get_no_special_tokens(folder, tmp_path):
+    (tmp_path / "a.txt").write_text("abcdef")
+    np.save(tmp_path / "table.npy", np.arange(20).reshape(2, 10))
+    teacher = LlamaForCausalLM.from_pretrained(folder / "teacher")
+    with pytest.raises(UserError, match="table.npy: is tokens, and the tokenizer puts special tokens around text"):
+        data.load_all([str(tmp_path / name) for name in ("a.txt", "table.npy")], Options(context=6), Words(), teacher)
+
+
 def test_packed_lines_parquet_and_datasets(folder, tmp_path, monkeypatch):
     """All have the same two documents."""
     import datasets

@@ -95,8 +95,7 @@ def load_all(paths: list[str], options: Options, tokenizer: Any, teacher: Any) -
     most = getattr(teacher.config.get_text_config(), "max_position_embeddings", None)
     if most is not None and options.context > most:
         raise UserError(f"--context={options.context}: the teacher has positions for {most} tokens")
-    bounds = _special_tokens(tokenizer)
-    parts, is_text = [], False
+    parts, are_texts = [], []
     for path in paths:
         reader: Callable = {".npy": _read_npy, ".safetensors": _read_safetensors}.get(Path(path).suffix, _read_text)
         try:
@@ -105,9 +104,14 @@ def load_all(paths: list[str], options: Options, tokenizer: Any, teacher: Any) -
             raise
         except Exception as error:  # a broken file: whatever its library says, the user learns which one it is
             raise UserError(f"{path}: cannot be read: {error}") from error
-        is_text |= reader is _read_text
+        are_texts.append(reader is _read_text)
         parts.append(part)
-    bounds = bounds if is_text else ([], [])
+    bounds = _special_tokens(tokenizer) if any(are_texts) else ([], [])
+    if any(bounds) and not all(are_texts):
+        tokens = paths[are_texts.index(False)]
+        raise UserError(
+            f"{tokens}: is tokens, and the tokenizer puts special tokens around text: pass only tokens or only text"
+        )
     length = options.context - sum(map(len, bounds))
     if length < 1:
         raise UserError(
@@ -122,13 +126,16 @@ def load_all(paths: list[str], options: Options, tokenizer: Any, teacher: Any) -
 
 
 def _cut(paths: list[str], parts: list[np.ndarray], length: int) -> np.ndarray:
-    """[sequences, length] of streams, and of tables of sequences that are long enough."""
-    if len(parts) == 1 and parts[0].ndim == 2 and parts[0].shape[1] == length:
-        return parts[0]  # stays on disk, mapped
+    """[sequences, length] of streams, and of each sequence of a table."""
+    tables = []
     for path, part in zip(paths, parts):
         if part.ndim == 2 and part.shape[1] < length:
             raise UserError(f"{path}: has sequences of {part.shape[1]} tokens: --context needs {length}")
-    tables = [part[:, :length] for part in parts if part.ndim == 2]
+        if part.ndim == 2:
+            whole = part.shape[1] // length
+            tables.append(part[:, : whole * length].reshape(len(part) * whole, length))
+    if len(parts) == len(tables) == 1:
+        return tables[0]  # stays on disk, mapped, unless the last tokens of a sequence are left over
     stream = np.concatenate([part for part in parts if part.ndim == 1] or [np.zeros(0, np.int32)])
     count = len(stream) // length
     rows = np.concatenate([*tables, stream[: count * length].reshape(count, length)])
