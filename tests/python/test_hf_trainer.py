@@ -2,6 +2,7 @@
 
 import copy
 
+import hf_architectures
 import pytest
 import torch
 from hf_models import batch, llama
@@ -56,6 +57,27 @@ def test_evaluation_without_labels(tmp_path):
     for found, prefix in (entry, ""), (metrics, "eval_"):
         assert found[f"{prefix}loss"] == pytest.approx(0.1 * found[f"{prefix}attention_kl"], rel=1e-4)
         assert found[f"{prefix}model_loss"] == 0
+
+
+def test_images_count_the_same_with_any_text(tmp_path):
+    """Micro-batches of one image, whose texts have different lengths, have the gradient of one batch of both."""
+    teacher, student = (hf_architectures.tiny_model("LlavaForConditionalGeneration", seed) for seed in (0, 1))
+    inputs = hf_architectures.inputs_of("right", student)
+    assert inputs["attention_mask"][0].sum() != inputs["attention_mask"][1].sum()
+    data = [{name: each[i] for name, each in inputs.items()} for i in range(2)]
+    found = []
+    for size in 2, 1:
+        options = dict(
+            per_device_train_batch_size=size, gradient_accumulation_steps=2 // size, optim="sgd", learning_rate=1.0
+        )
+        trainer = DistillationTrainer(
+            model=copy.deepcopy(student), args=arguments(tmp_path, **options), train_dataset=data, teacher=teacher,
+            kl_weight=100.0, distiller_options=dict(tower="vision"),
+        )  # fmt: skip
+        trainer.train()
+        found.append({name: each for name, each in trainer.model.state_dict().items() if "vision" in name})
+    torch.testing.assert_close(*found)
+    assert any((each - student.state_dict()[name]).abs().max() > 1e-4 for name, each in found[0].items())
 
 
 def test_checkpoint_and_resume(tmp_path):
