@@ -65,6 +65,16 @@ def test_a_forward_of_the_base_model_is_the_teachers():
         torch.testing.assert_close(distiller.loss(), loss)
 
 
+def test_a_base_model_in_training_mode_is_no_teacher():
+    student, _ = lora(dropout=0.3)
+    with AttentionDistiller(None, student) as distiller:
+        student.train()(**batch())
+        with student.disable_adapter(), torch.no_grad():
+            student(**batch())
+        with pytest.raises(RuntimeError, match=r"the base model ran in training mode: leave its forward to loss\(\), or call eval"):
+            distiller.loss()
+
+
 def test_trainer(tmp_path):
     """Without a teacher, the trainer of a PEFT model learns from the base model."""
     data = [dict(input_ids=ids, labels=ids.clone()) for ids in batch(size=8)["input_ids"]]

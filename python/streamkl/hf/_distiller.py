@@ -28,7 +28,7 @@ from ._weights import HeadWeight, Weights
 
 
 class AttentionDistiller:
-    """The KL between the attention of a teacher and that of a student, averaged over pairs of layers.
+    """The KL between the attention of a teacher and that of a student, averaged over the student's layers.
 
     Between `attach()` and `detach()`, or inside a ``with`` block, both models run their own attention as before,
     bit for bit unless it is `fused`, and the queries and keys of their last forward are kept, after RoPE. `loss()` compares them and
@@ -400,9 +400,12 @@ class AttentionDistiller:
         elif self.check_input:
             check_same_input(self.teacher, self.student)
         if self.teacher.step.training:
-            raise RuntimeError(
-                "AttentionDistiller: the compiled teacher ran in training mode: call teacher.eval() before"
+            how = (
+                "the base model ran in training mode: leave its forward to loss(), or call eval() before"
+                if self._shares_model
+                else "the compiled teacher ran in training mode: call teacher.eval() before"
             )
+            raise RuntimeError(f"AttentionDistiller: {how}")
         self._check_region(self.teacher)
         self.teacher.is_split = self.student.is_split = self.parallel() is not None
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)

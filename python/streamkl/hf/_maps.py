@@ -84,16 +84,17 @@ def check_against_configs(layers, heads, teacher, student, attention: str = "sel
 
 
 def direction_of(
-    asked: AskedDirection, pairs_heads: bool, teacher, student, tower: str | None = None, attention: str = "self"
+    asked: str, pairs_heads: bool, teacher, student, tower: str | None = None, attention: str = "self"
 ) -> Direction:
     """What "auto" stands for. The reverse KL to the mean of several heads would choose one of them.
 
     `pairs_heads`: a head map of all layers, or relations of new heads.
     """
-    if asked != "auto":
-        return asked
-    counts = _counts("num_attention_heads", teacher, student, tower, attention)
-    return "reverse" if pairs_heads or (counts and counts[0] == counts[1]) else "forward"
+    is_reverse = asked == "reverse"
+    if asked == "auto":
+        counts = _counts("num_attention_heads", teacher, student, tower, attention)
+        is_reverse = pairs_heads or (counts is not None and counts[0] == counts[1])
+    return "reverse" if is_reverse else "forward"
 
 
 def _counts(name: str, teacher, student, tower: str | None = None, attention: str = "self") -> tuple[int, int] | None:

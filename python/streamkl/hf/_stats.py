@@ -26,8 +26,8 @@ class AttentionStats:
 
     Keys and rows are tokens of the batch: ``[batch, heads, length]``, 0 for padding. Results of heads are ``[sequences, heads,
     ...]``: one sequence per row of the batch, one per packed sequence, or one per chunk of chunked attention; a row of the
-    batch that is all padding has none. ``row_range``, ``key_ranges``, ``chosen_rows`` and
-    ``weights`` count the tokens of a sequence without its padding.
+    batch that is all padding has none. ``row_range``, ``key_ranges``, ``chosen_rows``,
+    ``weights`` and distances count the tokens of a sequence without its padding.
 
     Example::
 
