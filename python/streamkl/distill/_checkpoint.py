@@ -111,7 +111,7 @@ def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
-def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
+def read_state(path: Path, options: Options, digest: str, tokens_per_step: int) -> dict[str, Any]:
     """What save() was given, after a check that it is well-formed and that this run is the same one."""
     with _opened(path) as file:
         metadata = (file.metadata() or {}).get("state")
@@ -135,7 +135,13 @@ def read_state(path: Path, options: Options, digest: str) -> dict[str, Any]:
             f"{path}: was written by a run on other data: use the same files and, without --held-out, the same "
             "--eval-sequences, or start again with --overwrite"
         )
-    state.setdefault("steps", written.get("steps"))  # earlier versions wrote no steps
+    read = state.get("tokens_per_step", tokens_per_step)  # earlier versions wrote none
+    if read != tokens_per_step:
+        raise UserError(
+            f"{path}: was written by a run of {read} tokens per step, and this run has {tokens_per_step}: use as many "
+            "processes, or start again with --overwrite"
+        )
+    state.setdefault("steps", written.get("steps"))  # nor steps
     state.setdefault("measured", [])
     _check_progress(path, state)
     if state["step"] > options.steps:

@@ -101,15 +101,9 @@ class Run:
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, float]] = []
         self.measured: list[dict[str, float]] = []  # losses on held-out sequences, of --eval-every
-        state = checkpoints.read_state(self.checkpoint, options, self.digest) if self._resumes else None
-        if (
-            state is not None
-            and (read := state.get("tokens_per_step", self.tokens_per_step())) != self.tokens_per_step()
-        ):
-            raise UserError(
-                f"{self.checkpoint}: was written by a run of {read} tokens per step, and this run has {self.tokens_per_step()}: use as "
-                "many processes, or start again with --overwrite"
-            )
+        state = None
+        if self._resumes:
+            state = checkpoints.read_state(self.checkpoint, options, self.digest, self.tokens_per_step())
         self.objective = Objective(self.teacher, self.student, options, self._weights())
         self.wrapped = self._wrap()
         self.trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
