@@ -186,30 +186,6 @@ static void print_step_speedups(const bench_point *point)
     }
 }
 
-static const bench_point *single_thread_point(const bench_report *report, const bench_point *point)
-{
-    for (int i = 0; i < report->point_count; i++) {
-        const bench_point *const other = &report->points[i];
-        if (other->threads == 1 && other->length == point->length && other->dim == point->dim)
-            return other;
-    }
-    return NULL;
-}
-
-static void print_thread_speedup(const bench_report *report, const bench_point *point)
-{
-    const bench_point *const single = single_thread_point(report, point);
-    if (point->threads == 1 || single == NULL)
-        return;
-    printf("  %d threads compared with 1:", point->threads);
-    for (int pass = 0; pass < BENCH_PASS_COUNT; pass++) {
-        const double before = single->methods[BENCH_STREAMING].passes[pass].median;
-        const double after = point->methods[BENCH_STREAMING].passes[pass].median;
-        printf("%s %s %.2fx", pass ? "," : "", bench_pass_name((bench_pass)pass), before / after);
-    }
-    printf("\n");
-}
-
 /* Both methods must have computed the same result. The bounds allow for f32 sums over N terms in different orders,
  * and for gradients that are stored in 16 bits. */
 static void print_agreement(const bench_config *config, const bench_point *point)
@@ -251,7 +227,6 @@ static void print_points(const bench_report *report, int first)
         for (int method = 0; method < BENCH_METHOD_COUNT; method++)
             print_method(config, point, (bench_method)method);
         print_step_speedups(point);
-        print_thread_speedup(report, point);
     }
     print_agreement(config, &report->points[first]);
     print_waiting(&report->points[first]);

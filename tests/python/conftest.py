@@ -18,3 +18,13 @@ if not all(importlib.util.find_spec(name) for name in ("transformers", "accelera
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def any_precision():
+    """accelerate has one precision per process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)

@@ -5,7 +5,8 @@ The masks that bounds stand for (zigzag shards, chunks, compressed keys, sampled
 
 import pytest
 import torch
-from cases import assert_near, gradients_of, make_tensors
+from cases import assert_near, compare, make_tensors
+from indexer_cases import compare as compare_indexer
 from indexer_cases import make_indexer
 
 import streamkl
@@ -38,12 +39,7 @@ def test_equals_the_reference(form, given, reduction):
     if form == "window":
         options |= dict(window_size=(9, 3), key_lengths=torch.tensor([20, 33]))
     bounds = bounds_of([(9, 12), (12, 21)] if packed else [(21, 33)] * 2, packed)
-    options |= {name: bounds[name] for name in given}
-    exact_tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
-    loss, exact = streamkl.attention_kl(*tensors, **options), reference.attention_kl(*exact_tensors, **options)
-    assert_near("loss", loss, exact, torch.float32)
-    for tensor, made, expected in zip(tensors, gradients_of(loss, tensors), gradients_of(exact, exact_tensors)):
-        assert_near(f"gradient {list(tensor.shape)}", made, expected, tensor.dtype)
+    compare(tensors, **options, **{name: bounds[name] for name in given})
 
 
 def test_row_weights_of_empty_rows_do_not_count():
@@ -55,10 +51,7 @@ def test_row_weights_of_empty_rows_do_not_count():
 
 @pytest.mark.parametrize("top_k", [0, 9])
 def test_indexer_equals_the_reference(top_k):
-    *tensors, indices = make_indexer(len_q=21, len_k=33, top_k=top_k)
-    options = bounds_of([(21, 33)] * 2, False)
-    exact = reference.indexer_kl(*(tensor.detach().double() for tensor in tensors), indices, **options)
-    assert_near("loss", streamkl.indexer_kl(*tensors, indices, **options), exact, torch.float32)
+    compare_indexer(make_indexer(len_q=21, len_k=33, top_k=top_k), **bounds_of([(21, 33)] * 2, False))
 
 
 REFUSED = {

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from distill_cases import CONTEXT, make_teacher
 from hf_models import llama
 
@@ -15,13 +14,7 @@ from streamkl.distill._loop import Run
 from streamkl.distill._objective import Objective
 from streamkl.distill._options import Options
 
-
-@pytest.fixture(autouse=True)
-def any_precision():
-    """accelerate has one precision per process."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
+pytestmark = pytest.mark.usefixtures("any_precision")
 
 
 @pytest.fixture(scope="module")

@@ -77,16 +77,6 @@ def test_two_forwards_before_one_loss_are_warned_of(recwarn):
     assert [each for each in recwarn if "a forward of the student is dropped" in str(each.message)]
 
 
-def test_generate_is_no_step():
-    teacher, student, inputs = llama(), llama(), batch()
-    expected = loss_of(teacher, student, inputs)
-    with AttentionDistiller(teacher, student) as distiller:
-        teacher.generate(**batch(seed=3), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        student(**inputs)
-        student.generate(**batch(seed=3), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        assert torch.equal(distiller.loss(), expected)
-
-
 # ---- The teacher -----------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from accelerate.state import AcceleratorState
 from distill_cases import CONTEXT, make_teacher
 
 
@@ -20,6 +19,7 @@ def _load(path):
 
 
 study = _load(Path(__file__).parents[2] / "bench/study/run.py")
+pytestmark = pytest.mark.usefixtures("any_precision")
 
 ARMS = """
 [options]
@@ -41,14 +41,6 @@ name = "attention"
 name = "first-half"
 attention-until = 0.5
 """
-
-
-@pytest.fixture(autouse=True)
-def any_precision():
-    """accelerate has one precision per process."""
-    AcceleratorState._reset_state(True)
-    yield
-    AcceleratorState._reset_state(True)
 
 
 @pytest.fixture(scope="module")
