@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from ._options import (
 from ._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, KL_FORWARD
 
 if TYPE_CHECKING:
+    from .parallel import Groups
     from typing_extensions import Unpack
 
 
@@ -118,11 +119,8 @@ def attention_kl(
         row_weight = expand_weight(row_weight, q_s, lengths, options)
 
     tensors, given_lses = (q_t, k_t, q_s, k_s, None, sink_t, sink_s), (lse_t, lse_s)
-    operators, groups = Operators, None
-    if parallel is not None:
-        from .parallel import Groups
-
-        groups = Groups(parallel)
+    operators, groups = Operators, cast("Groups | None", parallel)  # see may_be_distributed
+    if groups is not None:
         asked = dict(reduction=reduction, return_lse=return_lse)
         operators = groups.operators((*tensors, None), (lse_t, lse_s, row_weight), lengths, options, **asked)
     is_mean, reduces = reduction == "mean", groups is not None and groups.reduces
@@ -152,8 +150,9 @@ def attention_kl(
         groups and groups.is_split
     ):  # the operator has checked all shapes
         check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)
-    if groups is not None and reduces and reduction != "none":
-        loss = groups.reduced(loss, total_weight(loss, lse_s, row_weight, lengths) if is_mean else None)
+    if groups is not None and reduces:
+        total = total_weight(loss, lse_s, row_weight, lengths) if is_mean else None
+        loss = groups.scaled(loss) if reduction == "none" else groups.reduced(loss, total)
     if not return_lse:
         return loss
     assert lse_t is not None and lse_s is not None

@@ -16,11 +16,11 @@ def may_be_distributed(function: _Function) -> _Function:
         if "DTensor" in [type(value).__name__ for value in (*args, *kwargs.values())]:
             from .parallel._dtensor import call_on_shards
 
-            return call_on_shards(function, args, kwargs)
+            return call_on_shards(call, args, kwargs)
         if kwargs.get("parallel") is not None:
-            from .parallel._groups import call_in_eager_mode
+            from .parallel._setup import call_with_groups
 
-            return call_in_eager_mode(function, args, kwargs)
+            return call_with_groups(function, args, kwargs)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -70,6 +70,8 @@ def megatron_indexer_loss(
     check_flags(sparse_loss=sparse_loss, calculate_per_token_loss=calculate_per_token_loss)
     query, key = (tensor.detach() if tensor.dim() == 4 else tensor.detach().unsqueeze(1) for tensor in (query, key))
     len_q, batch, len_k = *query.shape[:2], len(key)
+    if sparse_loss and topk_indices is None:
+        raise ValueError("topk_indices: None must be the list of keys with sparse_loss=True")
     indices = topk_indices if sparse_loss else None
     if key_positions is not None:  # the keys in the order of their positions
         if varlen_starts is None:
@@ -162,8 +164,12 @@ def attach_loss(output: torch.Tensor, loss: torch.Tensor, scale: float | torch.T
     """The output, unchanged; a backward through it also differentiates ``scale * loss``.
 
     A layer trains its indexer this way without a change of what the model returns: torchtitan injects its auxiliary losses so.
-    ``scale`` is that of the main loss: 1 / the tokens of all ranks, or a loss scale.
+    ``scale`` is that of the main loss: 1 / the tokens of all ranks, or a loss scale. Torch refuses to change the result in
+    place: write ``x = x + output``.
     """
+    for name, given in ("output", output), ("loss", loss):
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name}: {type(given).__name__} must be a tensor")
     if loss.dim():
         raise ValueError(f"loss: shape {list(loss.shape)} must be a scalar")
     return _Attached.apply(output, loss, scale)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from ._problem import DK_S, DQ_S, DW_S, KL_FORWARD
 from ._attention_kl import expand_weight, promote_under_autocast
 
 if TYPE_CHECKING:
+    from .parallel import Groups
     from typing_extensions import Unpack
 
 
@@ -166,12 +167,10 @@ def indexer_kl(
         weight = expand_weight(weight, w_s, lengths, options, "w_s")
 
     tensors = (q_t, k_t, q_s, k_s, w_s, None, None, indices)
-    operators, groups = Operators, None
-    if parallel is not None:
-        from .parallel import Groups
-
-        groups = Groups(parallel)
+    operators, groups = Operators, cast("Groups | None", parallel)  # see may_be_distributed
+    if groups is not None:
         asked = dict(reduction=reduction, return_rows=return_rows, lse_t_wider=lse_t_wider)
+        asked |= {"row_weight='mass'": by_mass, "lse_t_visible": lse_t_visible is not None}
         operators = groups.operators(tensors, (lse_t, None, weight), lengths, options, **asked)
     one_pass = bool(gradients) and reduction != "none" and (weight is None or not weight.requires_grad)
     target, mass = lse_t, None
@@ -192,7 +191,7 @@ def indexer_kl(
         rows = _forward(operators, tensors, target, is_wider, return_rows, lengths, options)
         loss = weighted(rows["kl"], weight)
         loss = loss if reduction == "none" else loss.sum()
-    if groups is None and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
+    if not (groups and groups.is_split) and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
         keys = indices if pool is None or indices is None else _keys_of_blocks(indices, pool[1])
         check_teacher_lse((q_t, k_t, lse_t, None), keys, lse_t_wider or keys is not indices, lengths, options)
     if reduction != "none":
@@ -201,6 +200,8 @@ def indexer_kl(
             loss = groups.reduced(loss, total)
         elif total is not None:
             loss = loss / nonzero(total)
+    elif groups is not None:
+        loss = groups.scaled(loss)
     if not return_rows:
         return loss
     rows["kl"] = rows["kl"].detach()

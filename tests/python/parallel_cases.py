@@ -5,9 +5,11 @@ Prints one line per case that works.
 """
 
 import os
+import re
 import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import make_tensors
@@ -337,6 +339,27 @@ def gradients_for_averaging():
         near(f"gradients={gradients}", gradient / divisor, expected, GRADIENT)
 
 
+def gradients_of_rows():
+    """gradients="mean" also multiplies those of rows, and the weights of a mean count in its denominator, too."""
+    world = dist.get_world_size()
+    tensors = [tensor.detach() for tensor in attention(world)]
+    own, student = [shard(tensor, dist.group.WORLD) for tensor in tensors], tensors[2].requires_grad_()
+    (expected,) = torch.autograd.grad(streamkl.attention_kl(*tensors, reduction="none", causal=True).sum(), student)
+    own[2].requires_grad_()
+    rows = streamkl.attention_kl(*own, reduction="none", causal=True, parallel=Parallel(dist.group.WORLD, gradients="mean"))
+    (gradient,) = torch.autograd.grad(rows.sum(), own[2])
+    near("gradient", gradient / world, shard(expected, dist.group.WORLD), GRADIENT)
+    indexer_tensors = [each.detach() for each in indexer(world)[:5]]
+    for function, given in (streamkl.attention_kl, [each.detach() for each in tensors]), (streamkl.indexer_kl, indexer_tensors):
+        weight = row_weight((2, world * 8)).requires_grad_()
+        (expected,) = torch.autograd.grad(function(*given, row_weight=weight, causal=True), weight)
+        cut = [shard(each, dist.group.WORLD) for each in given]
+        own_weight = shard(weight.detach(), dist.group.WORLD).requires_grad_()
+        loss = function(*cut, row_weight=own_weight, causal=True, parallel=Parallel(dist.group.WORLD))
+        (gradient,) = torch.autograd.grad(loss, own_weight)
+        near("gradient of row_weight", gradient, shard(expected, dist.group.WORLD), GRADIENT)
+
+
 def gradients_of_sinks():
     """Those of a rank are of its own rows: their sum is that of one process, as for weights."""
     tensors = attention(dist.get_world_size(), without_teacher=False)
@@ -373,13 +396,40 @@ def half_precision():
 # ---- Faults --------------------------------------------------------------------------------------------------------------
 
 
-def expect(error_type, text, *tensors, comm="allgather", **options):
-    try:
-        streamkl.attention_kl(*tensors, parallel=Parallel(dist.group.WORLD, comm=comm), **options)
-    except error_type as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no error: {text}")
+def expect(error_type, text, *tensors, comm="allgather", function=streamkl.attention_kl, parallel=None, **options):
+    with pytest.raises(error_type, match=re.escape(text)):
+        function(*tensors, parallel=parallel or Parallel(dist.group.WORLD, comm=comm), **options)
+
+
+def faults_of_one_rank():
+    """The last rank has an argument that no check compares: the others do not wait for it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    is_faulty, others = rank == world - 1, Parallel(loss_group=dist.group.WORLD)
+    tensors, listed = [tensor.detach() for tensor in make_tensors(len_q=8, len_k=8)], make_indexer(len_q=8, len_k=8, top_k=3)
+    listed = [tensor.detach() for tensor in listed]
+    far = torch.where(torch.arange(3) == 1, 8 * world, listed[5]) if is_faulty else listed[5]
+    bounds = dict(key_begin=torch.arange(8).expand(2, 8).flip(1) if is_faulty else torch.zeros(2, 8).long())
+    cut = [tensors[0], tensors[1][..., :4], *tensors[2:]] if is_faulty else tensors
+    refused = "of the group refused its arguments"
+    for message, expected, given, options in (
+        ("row_weight: shape [3] must be", refused, tensors, dict(row_weight=torch.ones(3) if is_faulty else torch.ones(2, 8))),
+        ("window_size=5: must be a pair", refused, tensors, dict(window_size=5 if is_faulty else (-1, -1))),
+        ("key_begin[0, 0]: must not be above the next", refused, tensors, bounds),
+        (f"indices[0, 0, 0, 1]={8 * world}: must be -1..", refused, [*listed[:5], far], dict(function=streamkl.indexer_kl, comm="ring")),
+        ("head sizes 8 and 4 must be equal", "of the groups refused its arguments", cut, dict(parallel=others)),
+    ):
+        expect(ValueError if is_faulty else RuntimeError, message if is_faulty else expected, *given, **options)
+    expect(ValueError, "reduction: differs between ranks", *tensors, reduction="sum" if is_faulty else "mean", parallel=others)
+    expect(ValueError, "sink_t: ", *tensors, **(make_sinks(4, 2) if is_faulty else {}))
+    expect(ValueError, f"key_lengths[1]={8 * world + 1}: must be 0..{8 * world}", *tensors, key_lengths=torch.tensor([0, 8 * world + 1]))
+    expect(ValueError, "share the ranks [0, 1", *tensors, parallel=Parallel(dist.group.WORLD, loss_group=dist.group.WORLD))
+    flat = [tensor.flatten(0, 1) for tensor in tensors]
+    lengths = torch.tensor([0, 4, 16] if is_faulty else [0, 8, 16])
+    expect(ValueError, "cu_seqlens_q: the checksum of its values", *flat, cu_seqlens_q=lengths, cu_seqlens_k=lengths)
+    dense = listed[:5]
+    lse_t = streamkl.indexer_kl(*dense, return_rows=True)[1].lse_t + 3
+    expect(ValueError, "lse_t: ", *dense, lse_t=lse_t, check_lse=True, function=streamkl.indexer_kl, parallel=others)
+    context_parallel(plain)  # the group still works
 
 
 def different_calls():

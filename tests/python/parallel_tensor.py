@@ -1,7 +1,9 @@
 """Heads on several processes, compared with one: tensor parallelism, Ulysses, DTensor: see parallel_run.py."""
 
+import re
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from cases import make_tensors
@@ -100,24 +102,16 @@ def refusals():
         (dict(direction="reverse"), "direction must be 'forward'"),
         (dict(), "the teacher must not require gradients"),
     ):
-        try:
+        with pytest.raises(ValueError, match=re.escape(expected)):
             streamkl.attention_kl(q_t, k_t, q_s, k_s, parallel=Parallel(tensor_group=dist.group.WORLD), **options)
-        except ValueError as error:
-            assert expected in str(error), error
-        else:
-            raise AssertionError(f"no error: {expected}")
     world, own = dist.get_world_size(), [tensor.detach() for tensor in make_indexer(len_q=8, len_k=8)[:5]]
     uneven, bounds = torch.zeros(2 * world + 1, 1, 1), torch.tensor([0, 2 * world])
     for call, expected in (
         (lambda: streamkl.indexer_kl(*own, return_rows=True, parallel=Parallel(dist.group.WORLD, comm="ring")), "row states do not give"),
         (lambda: shard(uneven, dist.group.WORLD, 0, cu_seqlens=bounds), f"{2 * world + 1} tokens: must be a multiple of {world}, the size"),
     ):  # fmt: skip
-        try:
+        with pytest.raises(ValueError, match=re.escape(expected)):
             call()
-        except ValueError as error:
-            assert expected in str(error), error
-        else:
-            raise AssertionError(f"no error: {expected}")
 
 
 def teacher_heads_and_context():
@@ -145,12 +139,8 @@ def faults_in_a_mesh():
     tensors = [tensor.detach() for tensor in make_indexer(len_q=8, len_k=8)[:5]]
     if rank == 0:
         tensors[2] = tensors[2][:, :6]
-    try:
+    with pytest.raises((ValueError, RuntimeError), match="refused its arguments" if rank else None):
         streamkl.indexer_kl(*tensors, parallel=Parallel(mesh["cp"], tensor_group=mesh["tp"]))
-    except (ValueError, RuntimeError) as error:
-        assert rank == 0 or "refused its arguments" in str(error), error
-    else:
-        raise AssertionError("no error")
 
 
 # ---- Heads of both models ------------------------------------------------------------------------------------------------
@@ -271,15 +261,36 @@ def dtensor():
     indexer = make_indexer(batch=world)[:5]
     compare(streamkl.indexer_kl, indexer, [Shard(0)] * 5, causal=True)
 
+    def distributed(tensors, *placements):
+        return [distribute_tensor(each.detach(), mesh, [placement]) for each, placement in zip(tensors, placements)]
+
+    # A batch that the ranks cannot share equally, and an option that is no tensor.
+    uneven = make_indexer(batch=world + 1)[:5]
+    whole, rows = streamkl.indexer_kl(*(each.detach() for each in uneven), reduction="none", return_rows=True)
+    cut = distributed(uneven, *[Shard(0)] * 5)
+    found, found_rows = streamkl.indexer_kl(*cut, reduction="none", return_rows=True)
+    for a, b in (found, whole), (found_rows.lse_t, rows.lse_t), (found_rows.kl, rows.kl):
+        near("rows", a.full_tensor(), b, LOSS)
+    options = dict(lse_t_wider=True, row_weight="mass")
+    expected = streamkl.indexer_kl(*(each.detach() for each in uneven), lse_t=rows.lse_t + 1, **options)
+    (lse_t,) = distributed([rows.lse_t + 1], Shard(0))
+    near("by mass", streamkl.indexer_kl(*cut, lse_t=lse_t, **options).to_local(), expected, LOSS)
+
+    *index_heads, w_s = make_indexer(index_heads=world, key_heads_t=1)[:5]
+    index_heads.append(w_s.squeeze(2))
+    odd_heads = make_tensors(heads_t=3 * world, key_heads_t=1 + world, heads_s=3 * world, key_heads_s=1 + world)
+    for function, given, message in (
+        (streamkl.indexer_kl, distributed(index_heads, Shard(2), Replicate(), Shard(2), Replicate(), Shard(2)), "for index heads whole ones"),
+        (streamkl.attention_kl, distributed(odd_heads, *[Shard(2)] * 4), f"k_t: {1 + world} heads: must be a multiple of the {world} ranks"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            function(*given)
+
     cut = [distribute_tensor(tensor.detach(), mesh, [Shard(1)]) for tensor in tensors]
     for given, expected in (
-        ([distribute_tensor(t.detach(), mesh, [Shard(2)]) for t in tensors], "must be Shard(0) (batch), Shard(1) (heads)"),
+        ([distribute_tensor(t.detach(), mesh, [Shard(2)]) for t in tensors], "must be Shard(0) (batch), Shard(1) (heads"),
         ([*cut[:3], tensors[3]], "k_s: a plain tensor with DTensors"),
         ([*cut[:3], distribute_tensor(tensors[3].detach(), mesh, [Shard(0)])], "k_s S"),
     ):
-        try:
+        with pytest.raises(ValueError, match=re.escape(expected)):
             streamkl.attention_kl(*given, layout="bhnd")
-        except ValueError as error:
-            assert expected in str(error), error
-        else:
-            raise AssertionError(f"no error: {expected}")

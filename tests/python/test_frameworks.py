@@ -179,5 +179,8 @@ def test_attached_loss():
     assert torch.equal(output, 2 * x)
     output.sum().backward()
     assert torch.equal(x.grad, torch.full((4,), 2.0)) and torch.equal(w.grad, torch.full((2,), 3.0))
-    with pytest.raises(ValueError, match=r"loss: shape \[2\] must be a scalar"):
-        attach_loss(x, w)
+    for given, message in ((x, w), r"loss: shape \[2\] must be a scalar"), (((x, x), w), "output: tuple must be a tensor"), (
+        (x, 1.0), "loss: float must be a tensor"
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            attach_loss(*given)

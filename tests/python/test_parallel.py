@@ -26,7 +26,8 @@ HEADS = (
     "ulysses", "unequal_batches", "dtensor",
 )  # fmt: skip
 SEQUENCES = (
-    "layout_of_torch", "gradients_for_averaging", "gradients_of_sinks", "half_precision", "different_calls", "compiled",
+    "layout_of_torch", "gradients_for_averaging", "gradients_of_rows", "gradients_of_sinks", "half_precision", "different_calls",
+    "faults_of_one_rank", "compiled",
 )  # fmt: skip
 
 
@@ -137,8 +138,15 @@ def test_shards_of_all_ranks_on_one_device(dtype):
 def test_shards_of_one_rank(one_rank):
     tokens = torch.arange(12).view(1, 12)
     assert torch.equal(shard(tokens, one_rank), tokens) and torch.equal(unshard(tokens, one_rank), tokens)
-    with pytest.raises(ValueError, match="7 tokens: must be a multiple of 2 for 1 ranks"):
-        shard(tokens[:, :7], one_rank)
+    for given, message in (
+        (dict(tensor=tokens[:, :7]), "7 tokens: must be a multiple of 2 for 1 ranks"),
+        (dict(tensor=tokens, layout="zig-zag"), "layout='zig-zag': must be 'zigzag' or 'contiguous'"),
+        (dict(tensor=tokens[0], dim=0, cu_seqlens=torch.tensor([0, 8, 24])), "cu_seqlens: has 24 tokens: must be at most 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shard(group=one_rank, **given)
+    with pytest.raises(ValueError, match="layout='zig-zag'"):
+        unshard(tokens, one_rank, layout="zig-zag")
 
 
 @pytest.mark.parametrize("name", ["context_group", "tensor_group", "loss_group"])
@@ -177,6 +185,7 @@ def test_dtensors_that_are_refused(one_rank):
     for changed, options, message in (
         ([distribute_tensor(make_tensors()[3], other)], {}, "k_s: must be on the mesh of q_t"),
         ([make_tensors()[3]], {}, "k_s: a plain tensor with DTensors: must be a DTensor, too"),
+        (tensors[3:], dict(pool=("mean", 4)), "pool: a pooled teacher takes no DTensors"),
         (tensors[3:], dict(cu_seqlens_q=torch.tensor([0, 19])), "cu_seqlens_q: packed sequences have no batch to shard"),
         (tensors[3:], dict(parallel=Parallel(loss_group=one_rank)), "parallel.loss_group: DTensors bring their own groups"),
         (tensors[3:], dict(lse_t=distribute_tensor(lse_t, mesh, [Shard(1)])), r"lse_t: S.*1\) must be R.*, as the tensors are split by all"),

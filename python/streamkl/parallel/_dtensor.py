@@ -7,6 +7,7 @@ The operators return lists, for which torch.distributed.tensor.experimental.regi
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import replace
 from typing import Any, Callable
 
@@ -30,8 +31,11 @@ def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
     mesh = given["q_t"].device_mesh
     heads = 1 if given["layout"] == "bhnd" else 2
     splits = [_split_of(given, mesh, dim, heads) for dim in range(mesh.ndim)]
+    parts = math.prod(mesh.size(dim) for dim, split in enumerate(splits) if split == "heads")
+    _check_heads(given, heads, parts)
+    batch = given["q_t"].shape[0]
     for name in (*_TENSORS, *_ROWS, *_SINKS):
-        if given.get(name) is not None:
+        if isinstance(given.get(name), DTensor):
             given[name] = _local(name, given[name], splits, heads)
     groups = [mesh.get_group(dim) for dim, split in enumerate(splits) if split != "all"]
     given["parallel"] = replace(given["parallel"] or Parallel(), loss_group=groups) if groups else given["parallel"]
@@ -42,8 +46,11 @@ def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
     def whole(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        placements = row_split if value.dim() else [Replicate()] * mesh.ndim
-        return DTensor.from_local(value, mesh, placements, run_check=False)
+        if value.dim() == 0:
+            return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        shape = torch.Size((batch, value.shape[1] * parts, *value.shape[2:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(value, mesh, row_split, run_check=False, shape=shape, stride=stride)
 
     if not isinstance(answer, tuple):
         return whole(answer)
@@ -56,10 +63,14 @@ def call_on_shards(function: Callable, args: tuple, kwargs: dict[str, Any]) -> A
 def _check_types(given: dict[str, Any]) -> None:
     for name in (*_TENSORS, *_ROWS, *_SINKS):
         value = given.get(name)
+        if isinstance(value, str):  # row_weight="mass"
+            continue
         if value is not None and not isinstance(value, DTensor):
             raise ValueError(f"{name}: a plain tensor with DTensors: must be a DTensor, too")
         if value is not None and value.device_mesh != given["q_t"].device_mesh:
             raise ValueError(f"{name}: must be on the mesh of q_t")
+    if given.get("pool") is not None:
+        raise ValueError("pool: a pooled teacher takes no DTensors: pass local tensors, and reduce the loss")
     for name in "cu_seqlens_q", "cu_seqlens_k":
         if given.get(name) is not None:
             raise ValueError(f"{name}: packed sequences have no batch to shard: pass local tensors")
@@ -70,8 +81,12 @@ def _check_types(given: dict[str, Any]) -> None:
 def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
     """What a mesh dimension splits: "batch", "heads", or nothing ("all")."""
     by_name = {name: given[name].placements[dim] for name in _TENSORS if given.get(name) is not None}
-    meanings = {Replicate(): "all", Shard(0): "batch", Shard(heads): "heads"}
-    found = {name: meanings.get(placement, "?") for name, placement in by_name.items()}
+    meanings = {Replicate(): "all", Shard(0): "batch"}
+    has_heads = {
+        name: given[name].dim() == 4 for name in by_name
+    }  # of an indexer some tensors may lack that dimension
+    found = {name: meanings.get(placement, "heads" if placement == Shard(heads) and has_heads[name] else "?")
+             for name, placement in by_name.items()}  # fmt: skip
     # A single key head serves the query heads of all ranks.
     split = {kind for name, kind in found.items() if not _is_shared(given, name, found, heads)}
     if len(split) == 1 and "?" not in split:
@@ -79,9 +94,19 @@ def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
     where = f"mesh dimension {mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else dim}"
     given_text = ", ".join(f"{name} {placement}" for name, placement in by_name.items())
     raise ValueError(
-        f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads) or Replicate(); for shards of the "
-        "sequence pass local tensors and parallel.context_group"
+        f"{given_text} on {where}: all must be Shard(0) (batch), Shard({heads}) (heads, where a tensor has that dimension) or "
+        "Replicate(); for shards of the sequence pass local tensors and parallel.context_group, for index heads whole ones"
     )
+
+
+def _check_heads(given: dict[str, Any], heads: int, parts: int) -> None:
+    """Shards of heads must be equal: else a rank would pair its queries with the key heads of others."""
+    for name in _TENSORS:
+        tensor = given.get(name)
+        if tensor is not None and Shard(heads) in tensor.placements and tensor.shape[heads] % parts:
+            raise ValueError(
+                f"{name}: {tensor.shape[heads]} heads: must be a multiple of the {parts} ranks that share them"
+            )
 
 
 def _is_shared(given: dict[str, Any], name: str, found: dict[str, str], heads: int) -> bool:

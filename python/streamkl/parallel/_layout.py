@@ -10,11 +10,11 @@ batches are cut sequence by sequence: every rank holds equally long parts of eve
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from .._options import ShardLayout
+from .._options import ShardLayout, check_choice
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,13 @@ class Layout:
             return chunk, position % size
         is_tail = chunk >= self.world
         return torch.where(is_tail, 2 * self.world - 1 - chunk, chunk), position % size + is_tail * size
+
+
+def layout_of(name: ShardLayout | None, world: int) -> Layout:
+    """What an argument asks for; zigzag by default."""
+    if name is not None:
+        check_choice("layout", name, get_args(ShardLayout))
+    return Layout(name or "zigzag", world)
 
 
 def _at_least_1(size: Any) -> Any:

@@ -114,17 +114,61 @@ class Shards:
 
     def indices_of_shard(self, rank: int) -> torch.Tensor | None:
         """The indices of keys of a rank, counted in its shard; -1 for all others."""
-        indices = self.tensors[-1]
+        indices, length = self.tensors[-1], self._keys_of_indices
         if indices is None:
             return None
-        length = self._shard_lengths[1]
-        if isinstance(length, torch.Tensor):  # [total] as [total, 1, 1] or [1, total, 1]
-            length = length.unsqueeze(-1).unsqueeze(self.heads_dim)
         before = self.layout.count_before(rank, indices, length)
         is_inside = self.layout.count_before(rank, indices + 1, length) > before
         return torch.where(is_inside, before, -1).int()
 
+    @property
+    def _keys_of_indices(self) -> Any:
+        """Keys of the shard that the indices of a row count in."""
+        length = self._shard_lengths[1]
+        if isinstance(length, torch.Tensor):  # [total] as [total, 1, 1] or [1, total, 1]
+            length = length.unsqueeze(-1).unsqueeze(self.heads_dim)
+        return length
+
+    def check_values(self) -> None:
+        """What the library refuses in whole sequences, and cannot see in shards. Reads the values: for CPUs."""
+        cu_q, _, key_lengths, *bounds = self.lengths
+        world, indices, row = (
+            self.layout.world,
+            self.tensors[-1],
+            torch.arange(self.tensors[0].shape[self.length_dim]),
+        )
+        is_read = row < (len(row) if cu_q is None else cu_q[-1])  # rows after the last sequence are not
+        if key_lengths is not None:
+            keys = world * self.tensors[1].shape[self.length_dim]
+            _require_range("key_lengths", key_lengths, 0, torch.full_like(key_lengths, keys))
+        for name, bound in zip(("key_begin", "key_end"), bounds):
+            if bound is None:
+                continue
+            keys = torch.as_tensor(world * self._shard_lengths[1]).expand(bound.shape)
+            _require_range(name, torch.where(is_read, bound, 0), 0, keys)
+            falls = (bound.diff() < 0) & is_read[1:]
+            if cu_q is not None:
+                falls &= self._sequence[1:] == self._sequence[:-1]
+            if falls.any():
+                raise ValueError(
+                    f"{name}{falls.nonzero()[0].tolist()}: must not be above the next one of the same sequence"
+                )
+        if indices is not None:
+            last = torch.as_tensor(world * self._keys_of_indices - 1).expand(indices.shape)
+            _require_range(
+                "indices", torch.where(is_read.unsqueeze(-1).unsqueeze(self.heads_dim), indices, -1), -1, last
+            )
+
     def _with_bounds(self, cu_seqlens_k, begin, end) -> Lengths:
         return Lengths(
             self.lengths.cu_seqlens_q, cu_seqlens_k, None, begin.int().contiguous(), end.int().contiguous()
+        )
+
+
+def _require_range(name: str, values: torch.Tensor, least: int, most: torch.Tensor) -> None:
+    wrong = ((values < least) | (values > most)).nonzero()
+    if len(wrong):
+        place = tuple(wrong[0].tolist())
+        raise ValueError(
+            f"{name}{list(place)}={values[place]}: must be {least}..{most[place]}, in the whole sequence"
         )
