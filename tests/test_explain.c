@@ -19,16 +19,6 @@ enum { TEXT_SIZE = 2048 };
 #define PORTABLE "cpu_portable"
 #endif
 
-static skl_plan *plan_for(const skl_problem *problem, const char *kernel)
-{
-    skl_options options = skl_options_default();
-    options.kernel = kernel;
-    options.threads = 2;
-    skl_plan *plan = NULL;
-    assert_ok(skl_plan_create(&plan, problem, &options));
-    return plan;
-}
-
 /* ---- Passes and reasons ------------------------------------------------------------------------------------- */
 
 /* Gradients that a case leaves out. */
@@ -164,7 +154,7 @@ static void test_explain_passes(void **state)
     for (size_t n = 0; n < COUNT_OF(explain_rules); n++) {
         const explain_rule *const rule = &explain_rules[n];
         const skl_problem problem = case_problem(rule->test_case);
-        skl_plan *const plan = plan_for(&problem, PORTABLE);
+        skl_plan *const plan = test_plan(&problem, PORTABLE, 2);
         char text[TEXT_SIZE];
         assert_in_range(skl_plan_explain(plan, NULL, rule->op, text, sizeof text), 1, TEXT_SIZE - 1);
         cut_workspace(text, plan, rule->op);
@@ -177,7 +167,7 @@ static void test_explain_passes(void **state)
 static skl_kernel_info chosen_kernel(const test_case *c)
 {
     const skl_problem problem = case_problem(c);
-    skl_plan *const plan = plan_for(&problem, NULL);
+    skl_plan *const plan = test_plan(&problem, NULL, 2);
     skl_kernel_info info = {.struct_size = sizeof info};
     int32_t index = 0;
     while (skl_kernel_at(index, &info) && strcmp(info.name, skl_plan_kernel(plan)) != 0)
@@ -205,14 +195,14 @@ static void test_explain_who_chose_the_kernel(void **state)
     const skl_problem problem = case_problem(&student_f32);
     char text[TEXT_SIZE];
     assert_int_equal(unsetenv("STREAMKL_KERNEL"), 0);
-    skl_plan *plan = plan_for(&problem, NULL);
+    skl_plan *plan = test_plan(&problem, NULL, 2);
     assert_true(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, text, sizeof text) > 0);
     assert_non_null(strstr(text, "(best kernel for this CPU)"));
     assert_non_null(strstr(text, skl_plan_kernel(plan)));
     skl_plan_destroy(plan);
 
     assert_int_equal(setenv("STREAMKL_KERNEL", PORTABLE, 1), 0);
-    plan = plan_for(&problem, NULL);
+    plan = test_plan(&problem, NULL, 2);
     assert_int_equal(unsetenv("STREAMKL_KERNEL"), 0);
     assert_true(skl_plan_explain(plan, NULL, SKL_OP_FORWARD, text, sizeof text) > 0);
     assert_non_null(strstr(text, "forward: " PORTABLE));
@@ -226,7 +216,7 @@ static void test_explain_fills_a_buffer_as_snprintf_does(void **state)
 {
     (void)state;
     const skl_problem problem = case_problem(&both_sides_bf16);
-    skl_plan *const plan = plan_for(&problem, NULL);
+    skl_plan *const plan = test_plan(&problem, NULL, 2);
     char whole[TEXT_SIZE];
     const size_t length = skl_plan_explain(plan, NULL, SKL_OP_FORWARD_BACKWARD, whole, sizeof whole);
     assert_int_equal(length, strlen(whole));
@@ -274,7 +264,7 @@ static void test_bad_arguments_are_refused(void **state)
 {
     (void)state;
     const skl_problem problem = case_problem(&student_f32);
-    skl_plan *const plan = plan_for(&problem, NULL);
+    skl_plan *const plan = test_plan(&problem, NULL, 2);
     assert_unexplained(NULL, NULL, SKL_OP_FORWARD, "plan=NULL: must be given");
     assert_unexplained(plan, NULL, 7, "op=7: must be 0..6");
     assert_unexplained(plan, NULL, -1, "op=-1: must be 0..6");
@@ -300,7 +290,7 @@ static void test_explain_reads_no_tensor(void **state)
     const test_case *const cases[] = {&student_f32, &groups, &packed};
     for (size_t n = 0; n < COUNT_OF(cases); n++) {
         const skl_problem problem = case_problem(cases[n]);
-        skl_plan *const plan = plan_for(&problem, NULL);
+        skl_plan *const plan = test_plan(&problem, NULL, 2);
         skl_inputs inputs = unread_inputs(&problem);
         if (problem.heads_t > problem.heads_s)
             inputs.dot_t = skl_input_contiguous(unread, problem.heads_t, problem.len_q, 1);
@@ -322,7 +312,7 @@ static void test_explain_huge_problem(void **state)
     problem.len_q = problem.len_k = (int64_t)1 << 40;
     problem.dim_t = problem.dim_s = 512;
     problem.heads_t = problem.heads_s = 1 << 16;
-    skl_plan *const plan = plan_for(&problem, PORTABLE);
+    skl_plan *const plan = test_plan(&problem, PORTABLE, 2);
     char text[TEXT_SIZE];
     assert_true(skl_plan_explain(plan, NULL, SKL_OP_BACKWARD, text, sizeof text) > 0);
     assert_non_null(strstr(text, "f32 key gradients are summed in place)"));
@@ -338,7 +328,7 @@ static void test_a_plan_says_what_it_supports(void **state)
     const test_case *const cases[] = {&student_f32, &attention_bf16, &groups, &sparse, &packed, &empty, &none};
     for (size_t n = 0; n < COUNT_OF(cases); n++) {
         const skl_problem problem = case_problem(cases[n]);
-        skl_plan *const plan = plan_for(&problem, NULL);
+        skl_plan *const plan = test_plan(&problem, NULL, 2);
         for (int op = SKL_OP_FORWARD; op <= SKL_OP_ATTENTION_BACKWARD; op++) {
             const int explained = skl_plan_explain(plan, NULL, (skl_op)op, NULL, 0) > 0;
             assert_int_equal(skl_plan_supports(plan, (skl_op)op), explained);

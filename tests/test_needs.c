@@ -161,10 +161,7 @@ static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op
 /* The needed row vectors are sufficient, and each of them is necessary. */
 static void check_calls(const skl_problem *problem)
 {
-    skl_options options = skl_options_default();
-    options.threads = 1;
-    skl_plan *plan = NULL;
-    assert_ok(skl_plan_create(&plan, problem, &options));
+    skl_plan *const plan = test_plan(problem, NULL, 1);
     for (int op = 0; op < SKL_OP_COUNT; op++) {
         if (!skl_plan_supports(plan, (skl_op)op))
             continue;
