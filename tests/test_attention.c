@@ -122,25 +122,6 @@ static void check_threads(trial *t)
 
 /* ---- Refusals ----------------------------------------------------------------------------------------------- */
 
-static void assert_no_plan(const skl_problem *problem, const char *message)
-{
-    skl_plan *plan = NULL;
-    assert_refused(skl_plan_create(&plan, problem, NULL), SKL_ERROR_ARGUMENT, message);
-    assert_null(plan);
-}
-
-static void test_refused_problems(void **state)
-{
-    (void)state;
-    skl_problem p = case_problem(plain);
-    p.gradients |= SKL_DK_T;
-    assert_no_plan(&p, "gradients=142: with SKL_DV_S the teacher has no gradients");
-    p = case_problem(plain), p.sinks = 1;
-    assert_no_plan(&p, "gradients=140: SKL_DV_S needs sinks=0");
-    p = case_problem(plain), p.student = SKL_STUDENT_INDEXER, p.index_heads = 1;
-    assert_no_plan(&p, "gradients=140: SKL_DV_S needs student=SKL_STUDENT_ATTENTION");
-}
-
 /* The arguments of a call, which an edit makes invalid. */
 typedef struct call {
     skl_inputs inputs;
@@ -253,7 +234,6 @@ int main(void)
                .check = check_small_gradients),
         TRIALS(teacher_of_weight_0_may_be_nan, plain, .only_cpu = 1, .check = check_nan_teacher),
         TRIALS(bits_depend_on_no_thread_count, plain, CARRIED, .only_cpu = 1, .check = check_threads),
-        cmocka_unit_test(test_refused_problems),
         cmocka_unit_test(test_refused_calls),
         TRIALS(supported_calls_run_and_others_are_refused, supports, .every_type = 1, .check = check_support),
     };
