@@ -290,31 +290,26 @@ static void test_no_sequences(void **state)
     fixture_destroy(&f);
 }
 
-static void test_indexers_have_no_statistics(void **state)
+static void test_other_students_have_no_statistics(void **state)
 {
     (void)state;
-    skl_problem problem = skl_problem_default();
-    problem.dim_t = problem.dim_s = 4;
-    problem.student = SKL_STUDENT_INDEXER;
-    problem.index_heads = 1;
-    skl_plan *const plan = test_plan(&problem, NULL, 1);
-    assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), 0);
-    assert_false(skl_plan_supports(plan, SKL_OP_ATTENTION_STATS));
-    assert_non_null(strstr(skl_last_error(), "student=1: skl_attention_stats needs SKL_STUDENT_ATTENTION"));
-    skl_plan_destroy(plan);
-}
-
-static void test_linear_links_have_no_statistics(void **state)
-{
-    (void)state;
-    skl_problem problem = skl_problem_default();
-    problem.dim_t = problem.dim_s = 4;
-    problem.link_s = SKL_LINK_LINEAR;
-    skl_plan *const plan = test_plan(&problem, NULL, 1);
-    assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), 0);
-    assert_false(skl_plan_supports(plan, SKL_OP_ATTENTION_STATS));
-    assert_non_null(strstr(skl_last_error(), "link_s=1: skl_attention_stats needs SKL_LINK_SOFTMAX"));
-    skl_plan_destroy(plan);
+    static const struct {
+        test_case test_case;
+        const char *reason;
+    } others[] = {
+        {{"indexer", SHAPE(2, 5, 6), HEADS(1, 1), DIMS(4, 4), INDEXER(1)},
+         "student=1: skl_attention_stats needs SKL_STUDENT_ATTENTION"},
+        {{"linear", SHAPE(2, 5, 6), HEADS(1, 1), DIMS(4, 4), LINEAR},
+         "link_s=1: skl_attention_stats needs SKL_LINK_SOFTMAX"},
+    };
+    for (size_t n = 0; n < COUNT_OF(others); n++) {
+        const skl_problem problem = case_problem(&others[n].test_case);
+        skl_plan *const plan = test_plan(&problem, NULL, 1);
+        assert_int_equal(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), 0);
+        assert_false(skl_plan_supports(plan, SKL_OP_ATTENTION_STATS));
+        assert_non_null(strstr(skl_last_error(), others[n].reason));
+        skl_plan_destroy(plan);
+    }
 }
 
 /* ---- Explanation ------------------------------------------------------------------------------------------------
@@ -362,8 +357,7 @@ int main(void)
     tests[count++] = (struct CMUnitTest){own_key.name, test_every_kind, NULL, NULL, (void *)(uintptr_t)&own_key};
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_invalid_arguments_are_refused);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_no_sequences);
-    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_indexers_have_no_statistics);
-    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_linear_links_have_no_statistics);
+    tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_other_students_have_no_statistics);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_the_passes_of_a_cpu_are_explained);
     for (size_t n = 0; n < test_case_count; n++) {
         const test_case *const c = &test_cases[n];
