@@ -67,6 +67,14 @@ void memory_poison(const test_memory *memory)
     memset(memory->mapping, POISON, memory->mapping_size);
 }
 
+int memory_untouched(const test_memory *memory)
+{
+    size_t written = 0;
+    for (size_t n = 0; n < memory->mapping_size; n++)
+        written += memory->mapping[n] != POISON;
+    return written == 0;
+}
+
 /* ---- The library ------------------------------------------------------------------------------------------- */
 
 const char *test_kernel(int32_t index)

@@ -56,6 +56,7 @@ enum { POISON = 0xFF };
 test_memory memory_create(size_t size, size_t alignment);
 void memory_destroy(test_memory *memory);
 void memory_poison(const test_memory *memory);
+int memory_untouched(const test_memory *memory); /* 1: all poison */
 
 /* ---- The library -------------------------------------------------------------------------------------------- */
 

@@ -411,6 +411,15 @@ void results_poison(const fixture_results *results)
             memory_poison(&result_at(&copy, t)->memory);
 }
 
+int results_untouched(const fixture_results *results)
+{
+    fixture_results copy = *results;
+    int t = 0;
+    while (t < RESULT_COUNT && memory_untouched(&result_at(&copy, t)->memory))
+        t++;
+    return t == RESULT_COUNT;
+}
+
 fixture_results results_subset(const fixture_results *results, uint32_t bits)
 {
     fixture_results subset = *results;

@@ -50,6 +50,10 @@ fixture_results results_subset(const fixture_results *results, uint32_t bits);
 fixture_results results_create(const fixture *f);
 void results_destroy(fixture_results *results);
 void results_poison(const fixture_results *results);
+
+/* Whether no byte has been written since the buffers were poisoned. */
+int results_untouched(const fixture_results *results);
+
 skl_rows results_rows(const fixture_results *results);
 skl_gradients results_gradients(const fixture_results *results);
 skl_attention results_attention(const fixture *f, const fixture_results *results);
