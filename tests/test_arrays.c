@@ -2,6 +2,7 @@
  * results are requested, and writes nothing. The arrays end at an unmapped page. */
 #include "runner.h"
 
+#include "any_call.h"
 #include "case_words.h"
 #include "device.h"
 
@@ -38,96 +39,19 @@ typedef struct problem_run {
     test_memory workspace;
 } problem_run;
 
-/* ---- Entry points ------------------------------------------------------------------------------------------- */
-
-typedef skl_status (*entry_point)(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted);
-
-static skl_status forward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
+/* Makes a call that requests this subset of the results. skl_attention_forward always gets o_s, which it requires. */
+static skl_status make_call(const problem_run *run, call_kind kind, const skl_inputs *inputs, uint32_t subset)
 {
-    const skl_rows rows = results_rows(wanted);
-    return skl_forward(run->plan, inputs, &rows, run->workspace.data, run->workspace.size, NULL);
+    const fixture_results wanted = results_subset(&run->results, subset);
+    any_call call;
+    any_call_init(&call, kind, &run->f, &wanted);
+    call.plan = run->plan;
+    call.inputs = *inputs;
+    call.o_s = tensor_output(&run->results.o_s);
+    call.states = run->states;
+    call.workspace = run->workspace.data, call.workspace_size = run->workspace.size;
+    return any_call_run(kind, &call);
 }
-
-static skl_status backward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    const skl_gradients gradients = results_gradients(wanted);
-    return skl_backward(run->plan, inputs, &gradients, run->workspace.data, run->workspace.size, NULL);
-}
-
-static skl_rows one_pass_rows(const fixture_results *wanted)
-{
-    skl_rows rows = results_rows(wanted);
-    rows.lse_t.data = rows.lse_s.data = rows.mass.data = NULL;
-    return rows;
-}
-
-static skl_status one_pass(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    const skl_rows rows = one_pass_rows(wanted);
-    const skl_gradients gradients = results_gradients(wanted);
-    return skl_forward_backward(run->plan, inputs, &rows, &gradients, run->workspace.data, run->workspace.size, NULL);
-}
-
-static skl_status attention_backward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    const skl_rows rows = one_pass_rows(wanted);
-    const skl_gradients gradients = results_gradients(wanted);
-    const skl_attention attention = results_attention(&run->f, wanted);
-    return skl_attention_backward(run->plan, inputs, &attention, &rows, &gradients, run->workspace.data,
-                                  run->workspace.size, NULL);
-}
-
-static skl_status attention_forward(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    const skl_rows rows = results_rows(wanted);
-    const skl_input v_s = tensor_input(&run->f.v_s);
-    const skl_output o_s = tensor_output(&run->results.dq_s); /* of the same shape */
-    return skl_attention_forward(run->plan, inputs, &v_s, &rows, &o_s, run->workspace.data, run->workspace.size,
-                                 NULL);
-}
-
-static skl_status stats(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    const skl_stats requested = {.struct_size = sizeof requested,
-                                 .entropy = tensor_output(&wanted->kl),
-                                 .max_logit = tensor_output(&wanted->lse_s)};
-    return skl_attention_stats(run->plan, inputs, &requested, run->workspace.data, run->workspace.size, NULL);
-}
-
-static skl_status partial(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    (void)wanted;
-    return skl_partial(run->plan, inputs, 0, run->f.problem.len_k, run->states, run->workspace.data,
-                       run->workspace.size, NULL);
-}
-
-static skl_status finish(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    skl_rows rows = results_rows(wanted);
-    rows.dot_t.data = rows.cross_entropy.data = rows.entropy.data = rows.mass.data = NULL;
-    return skl_states_finish(run->plan, inputs, run->states, &rows, NULL);
-}
-
-static skl_status check(const problem_run *run, const skl_inputs *inputs, const fixture_results *wanted)
-{
-    (void)wanted;
-    return skl_inputs_check(run->plan, inputs);
-}
-
-static const struct {
-    const char *name;
-    entry_point call;
-} entry_points[] = {
-    {"skl_forward", forward},
-    {"skl_backward", backward},
-    {"skl_forward_backward", one_pass},
-    {"skl_partial", partial},
-    {"skl_states_finish", finish},
-    {"skl_attention_backward", attention_backward},
-    {"skl_attention_forward", attention_forward},
-    {"skl_attention_stats", stats},
-    {"skl_inputs_check", check},
-};
 
 /* ---- Requested subsets --------------------------------------------------------------------------------------- */
 
@@ -188,10 +112,9 @@ static void assert_named(const char *call, const test_case *c, uint32_t subset, 
 }
 
 /* Calls an entry point with each invalid value at the first, a middle and the last element. */
-static int check_array(const problem_run *run, size_t entry, const skl_inputs *inputs, uint32_t subset,
+static int check_array(const problem_run *run, call_kind kind, const skl_inputs *inputs, uint32_t subset,
                        const array *a)
 {
-    const fixture_results wanted = results_subset(&run->results, subset);
     const int64_t values[] = {INT32_MIN, -2, a->highest + 1, INT32_MAX};
     const int64_t places[] = {0, a->count / 2, a->count - 1};
     int calls = 0;
@@ -199,22 +122,21 @@ static int check_array(const problem_run *run, size_t entry, const skl_inputs *i
         for (size_t n = 0; n < COUNT_OF(places); n++, calls++) {
             const int32_t valid = a->values[places[n]];
             a->values[places[n]] = (int32_t)values[v];
-            const skl_status status = entry_points[entry].call(run, inputs, &wanted);
+            const skl_status status = make_call(run, kind, inputs, subset);
             if (status != SKL_ERROR_ARGUMENT)
-                fail_msg("%s, %s, results %x, %s[%d]=%d: %s instead of a refusal", entry_points[entry].name,
+                fail_msg("%s, %s, results %x, %s[%d]=%d: %s instead of a refusal", call_names[kind],
                          run->f.test_case->name, subset, a->name, (int)places[n], a->values[places[n]],
                          skl_status_name(status));
-            assert_named(entry_points[entry].name, run->f.test_case, subset, a, places[n]);
+            assert_named(call_names[kind], run->f.test_case, subset, a, places[n]);
             a->values[places[n]] = valid;
         }
     return calls;
 }
 
 /* Subsets that the call refuses with valid arrays are left out: they have their own tests. */
-static int check_subset(const problem_run *run, size_t entry, const skl_inputs *inputs, uint32_t subset)
+static int check_subset(const problem_run *run, call_kind kind, const skl_inputs *inputs, uint32_t subset)
 {
-    const fixture_results wanted = results_subset(&run->results, subset);
-    const skl_status status = entry_points[entry].call(run, inputs, &wanted);
+    const skl_status status = make_call(run, kind, inputs, subset);
     results_poison(&run->results);
     if (status != SKL_OK && status != SKL_ERROR_UNSUPPORTED) /* the CPU has no skl_attention_forward */
         return 0;
@@ -222,7 +144,7 @@ static int check_subset(const problem_run *run, size_t entry, const skl_inputs *
     const int count = arrays_of(&run->f, arrays);
     int calls = 0;
     for (int n = 0; n < count; n++)
-        calls += check_array(run, entry, inputs, subset, &arrays[n]);
+        calls += check_array(run, kind, inputs, subset, &arrays[n]);
     assert_true(results_untouched(&run->results));
     return calls;
 }
@@ -259,19 +181,19 @@ static void test_invalid_values_are_refused_by_name(void **state)
     (void)state;
     if (test_device() != SKL_CPU)
         skip();
-    int calls_of[COUNT_OF(entry_points)] = {0};
+    int calls_of[CALL_KINDS] = {0};
     for (size_t n = 0; n < COUNT_OF(cases); n++) {
         problem_run run;
         problem_run_create(&run, &cases[n]);
         const skl_inputs inputs[] = {run.f.inputs, results_backward_inputs(&run.f, &run.saved)};
-        for (size_t entry = 0; entry < COUNT_OF(entry_points); entry++)
+        for (int kind = 0; kind < CALL_KINDS; kind++)
             for (int subset = 0; subset < 2 * SUBSETS; subset++)
-                calls_of[entry] += check_subset(&run, entry, &inputs[subset % 2], subset_bits(subset / 2));
+                calls_of[kind] += check_subset(&run, (call_kind)kind, &inputs[subset % 2], subset_bits(subset / 2));
         problem_run_destroy(&run);
     }
-    for (size_t entry = 0; entry < COUNT_OF(entry_points); entry++) {
-        print_message("%s: %d refused calls\n", entry_points[entry].name, calls_of[entry]);
-        assert_true(calls_of[entry] > 0);
+    for (int kind = 0; kind < CALL_KINDS; kind++) {
+        print_message("%s: %d refused calls\n", call_names[kind], calls_of[kind]);
+        assert_true(calls_of[kind] > 0 || kind == MERGE); /* skl_states_merge reads no array */
     }
 }
 

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "any_call.h"
 #include "case_words.h"
 #include "device.h"
 #include "edit.h"
@@ -26,29 +27,13 @@ static const test_case sinks = {"sinks", SHAPE(2, 5, 6), HEADS(2, 2), DIMS(4, 4)
 static const test_case sink_groups = {"sink groups", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), SINKS};
 static const test_case sparse = {"sparse", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), INDEXER(3), TOP_K(2)};
 
-typedef enum call_kind { FORWARD, BACKWARD, ONE_PASS, PARTIAL, MERGE, FINISH, CHECK } call_kind;
+#define SET(member, to)           SET_IN(any_call, member, to)
+#define SET_AT(member, index, to) SET_AT_IN(any_call, member, index, to)
+#define NO(member)                SET_IN(any_call, member, 0)
+#define ADD(member, amount)       ADD_IN(any_call, member, amount)
+#define COPY(member, from)        COPY_IN(any_call, member, from)
 
-/* A valid call, before the edits of a rule. */
-typedef struct call {
-    const skl_plan *plan;
-    skl_inputs inputs;
-    skl_rows rows;
-    skl_gradients gradients;
-    int64_t key_begin, key_end;
-    skl_row_state *states, *from;
-    void *workspace;
-    size_t workspace_size;
-    int32_t cu_seqlens_q[4], cu_seqlens_k[4], key_lengths[3], key_begin_of[10], key_end_of[10];
-    const skl_inputs *inputs_address;
-    const skl_rows *rows_address;
-    const skl_gradients *gradients_address;
-} call;
-
-#define SET(member, to)     SET_IN(call, member, to)
-#define NO(member)          SET_IN(call, member, 0)
-#define ADD(member, amount) ADD_IN(call, member, amount)
-#define COPY(member, from)  COPY_IN(call, member, from)
-
+/* A valid call, with edits. */
 typedef struct call_rule {
     call_kind kind;
     const test_case *test_case;
@@ -288,25 +273,31 @@ static const call_rule call_rules[] = {
 
 /* Values of lengths are checked if they are in host memory. */
 static const call_rule length_rules[] = {
-    {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET(cu_seqlens_q[0], 1)}},
-    {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET(cu_seqlens_k[0], -1)}},
-    {FORWARD, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET(cu_seqlens_q[2], 2)}},
-    {ONE_PASS, &packed, "cu_seqlens_k[1]=-5: must not be below cu_seqlens_k[0]=0", {SET(cu_seqlens_k[1], -5)}},
-    {PARTIAL, &packed, "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer", {SET(cu_seqlens_k[3], 11)}},
-    {FORWARD, &packed, "cu_seqlens_q[3]=2147483647: must be at most 8", {SET(cu_seqlens_q[3], INT32_MAX)}},
+    {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET_AT(inputs.cu_seqlens_q, 0, 1)}},
+    {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET_AT(inputs.cu_seqlens_k, 0, -1)}},
+    {FORWARD, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET_AT(inputs.cu_seqlens_q, 2, 2)}},
+    {ONE_PASS,
+     &packed,
+     "cu_seqlens_k[1]=-5: must not be below cu_seqlens_k[0]=0",
+     {SET_AT(inputs.cu_seqlens_k, 1, -5)}},
+    {PARTIAL,
+     &packed,
+     "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer",
+     {SET_AT(inputs.cu_seqlens_k, 3, 11)}},
+    {FORWARD, &packed, "cu_seqlens_q[3]=2147483647: must be at most 8", {SET_AT(inputs.cu_seqlens_q, 3, INT32_MAX)}},
     {FORWARD,
      &packed,
      "cu_seqlens_q[3]=8: sequence 2 has 5 rows; must be at most 4, the longest the problem names",
-     {SET(cu_seqlens_q[3], 8)}},
-    {FORWARD, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
-    {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
-    {FORWARD, &bounded, "key_begin[4]=-1: must be 0..6, the keys of the sequence", {SET(key_begin_of[4], -1)}},
-    {BACKWARD, &bounded, "key_end[9]=7: must be 0..6, the keys of the sequence", {SET(key_end_of[9], 7)}},
+     {SET_AT(inputs.cu_seqlens_q, 3, 8)}},
+    {FORWARD, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 1, -1)}},
+    {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 2, 7)}},
+    {FORWARD, &bounded, "key_begin[4]=-1: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_begin, 4, -1)}},
+    {BACKWARD, &bounded, "key_end[9]=7: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_end, 9, 7)}},
     {ONE_PASS,
      &bounded,
      "key_end[6]=1: must not be below key_end[5]=2 of the same sequence",
-     {SET(key_end_of[6], 1)}},
-    {FORWARD, &bounded, NULL, {SET(key_end_of[5], 0)}}, /* lower than the last row of the sequence before */
+     {SET_AT(inputs.key_end, 6, 1)}},
+    {FORWARD, &bounded, NULL, {SET_AT(inputs.key_end, 5, 0)}}, /* lower than the last row of the sequence before */
 };
 
 /* Indexers have additional tensors. */
@@ -367,12 +358,15 @@ static const call_rule check_rules[] = {
     {CHECK, &plain, "k_t.stride_head=-1: must be at least 0", {SET(inputs.k_t.stride_head, -1)}},
     {CHECK, &plain, "lse_t.stride_row=-1: must be at least 0", {SET(inputs.lse_t.stride_row, -1)}},
     {CHECK, &packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_k)}},
-    {CHECK, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET(cu_seqlens_q[2], 2)}},
-    {CHECK, &packed, "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer", {SET(cu_seqlens_k[3], 11)}},
-    {CHECK, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET(key_lengths[1], -1)}},
-    {CHECK, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET(key_lengths[2], 7)}},
+    {CHECK, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET_AT(inputs.cu_seqlens_q, 2, 2)}},
+    {CHECK,
+     &packed,
+     "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer",
+     {SET_AT(inputs.cu_seqlens_k, 3, 11)}},
+    {CHECK, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 1, -1)}},
+    {CHECK, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 2, 7)}},
     {CHECK, &bounded, NULL, {{0}}},
-    {CHECK, &bounded, "key_begin[2]=7: must be 0..6, the keys of the sequence", {SET(key_begin_of[2], 7)}},
+    {CHECK, &bounded, "key_begin[2]=7: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_begin, 2, 7)}},
     {CHECK,
      &sparse,
      ": must be -1 (none) or a key of the sequence, 0..5",
@@ -401,81 +395,25 @@ static const call_rule workspace_overlap_rules[] = {
     {PARTIAL, &plain, "states=", {COPY(states, workspace)}},
 };
 
-static skl_status make_call(call_kind kind, const call *c)
-{
-    switch (kind) {
-    case FORWARD:
-        return skl_forward(c->plan, c->inputs_address, c->rows_address, c->workspace, c->workspace_size, NULL);
-    case BACKWARD:
-        return skl_backward(c->plan, c->inputs_address, c->gradients_address, c->workspace, c->workspace_size, NULL);
-    case ONE_PASS:
-        return skl_forward_backward(c->plan, c->inputs_address, c->rows_address, c->gradients_address, c->workspace,
-                                    c->workspace_size, NULL);
-    case PARTIAL:
-        return skl_partial(c->plan, c->inputs_address, c->key_begin, c->key_end, c->states, c->workspace,
-                           c->workspace_size, NULL);
-    case MERGE:
-        return skl_states_merge(c->plan, c->states, c->from, NULL);
-    case FINISH:
-        return skl_states_finish(c->plan, c->inputs_address, c->states, c->rows_address, NULL);
-    case CHECK:
-        return skl_inputs_check(c->plan, c->inputs_address);
-    }
-    return SKL_OK;
-}
-
-/* Arguments that are accepted. */
-static void call_init(call *c, call_kind kind, const fixture *f, const fixture_results *saved,
-                      const fixture_results *results)
-{
-    *c = (call){.key_end = f->problem.len_k};
-    c->inputs = results_backward_inputs(f, saved);
-    c->rows = results_rows(results);
-    c->gradients = results_gradients(results);
-    c->inputs_address = &c->inputs, c->rows_address = &c->rows, c->gradients_address = &c->gradients;
-    if (kind == ONE_PASS)
-        c->rows.lse_t.data = c->rows.lse_s.data = c->rows.mass.data = NULL;
-    if (kind == FINISH)
-        c->rows.dot_t.data = c->rows.cross_entropy.data = c->rows.entropy.data = c->rows.mass.data = NULL;
-    if (f->problem.packed) {
-        memcpy(c->cu_seqlens_q, f->inputs.cu_seqlens_q, sizeof c->cu_seqlens_q);
-        memcpy(c->cu_seqlens_k, f->inputs.cu_seqlens_k, sizeof c->cu_seqlens_k);
-        c->inputs.cu_seqlens_q = c->cu_seqlens_q, c->inputs.cu_seqlens_k = c->cu_seqlens_k;
-    }
-    if (f->inputs.key_lengths) {
-        memcpy(c->key_lengths, f->inputs.key_lengths, sizeof c->key_lengths);
-        c->inputs.key_lengths = c->key_lengths;
-    }
-    if (f->inputs.key_begin) {
-        memcpy(c->key_begin_of, f->inputs.key_begin, sizeof c->key_begin_of);
-        memcpy(c->key_end_of, f->inputs.key_end, sizeof c->key_end_of);
-        c->inputs.key_begin = c->key_begin_of, c->inputs.key_end = c->key_end_of;
-    }
-}
-
 static void check_rule(const call_rule *rule, skl_status expected)
 {
-    static const skl_op ops[] = {
-        [FORWARD] = SKL_OP_FORWARD, [BACKWARD] = SKL_OP_BACKWARD, [ONE_PASS] = SKL_OP_FORWARD_BACKWARD,
-        [PARTIAL] = SKL_OP_PARTIAL, [MERGE] = SKL_OP_PARTIAL,     [FINISH] = SKL_OP_PARTIAL,
-        [CHECK] = SKL_OP_FORWARD};
     fixture f;
     fixture_create(&f, rule->test_case);
     skl_plan *const plan = test_plan(&f.problem, NULL, 2);
     fixture_results saved = results_create(&f), results = results_create(&f);
     const skl_rows saved_rows = results_rows(&saved);
     run_forward(plan, &f.inputs, &saved_rows);
-    test_memory workspace = memory_create(skl_plan_workspace_size(plan, ops[rule->kind]), SKL_WORKSPACE_ALIGNMENT);
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, (skl_op)rule->kind), SKL_WORKSPACE_ALIGNMENT);
     skl_row_state *const states = states_create(&f), *const from = states_create(&f);
 
-    test_memory call_memory = memory_create(sizeof(call), 16); /* the device reads the lengths in it */
-    call *const c = (call *)(void *)call_memory.data;
-    call_init(c, rule->kind, &f, &saved, &results);
-    c->plan = plan;
-    c->states = states, c->from = from;
-    c->workspace = workspace.data, c->workspace_size = workspace.size;
-    edit_apply(c, rule->edits, COUNT_OF(rule->edits));
-    const skl_status status = make_call(rule->kind, c);
+    any_call call;
+    any_call_init(&call, rule->kind, &f, &results);
+    call.plan = plan;
+    call.inputs = results_backward_inputs(&f, &saved);
+    call.states = states, call.from = from;
+    call.workspace = workspace.data, call.workspace_size = workspace.size;
+    edit_apply(&call, rule->edits, COUNT_OF(rule->edits));
+    const skl_status status = any_call_run(rule->kind, &call);
     device_wait();
     if (rule->message) {
         assert_refused(status, expected, rule->message);
@@ -485,7 +423,6 @@ static void check_rule(const call_rule *rule, skl_status expected)
     }
     states_destroy(states);
     states_destroy(from);
-    memory_destroy(&call_memory);
     memory_destroy(&workspace);
     results_destroy(&saved);
     results_destroy(&results);
