@@ -1,12 +1,11 @@
-/* skl_attention_backward beyond the case table: what it becomes without a KL or without an output, and what it
- * refuses. */
+/* skl_attention_backward beyond the case table: what it becomes without a KL or without an output, and where it is
+ * supported. */
 #include "trial.h"
 
 #include <math.h>
 
 #include "case_words.h"
 #include "device.h"
-#include "edit.h"
 
 static const test_case plain[] = {
     {"attention", SHAPE(1, 197, 101), HEADS(2, 2), KEY_HEADS(1, 1), DIMS(16, 24), CAUSAL, WEIGHTED, ATTENTION},
@@ -120,84 +119,7 @@ static void check_threads(trial *t)
     assert_same_gradients(t, "with and without the KL");
 }
 
-/* ---- Refusals ----------------------------------------------------------------------------------------------- */
-
-/* The arguments of a call, which an edit makes invalid. */
-typedef struct call {
-    skl_inputs inputs;
-    skl_attention attention, *attention_address;
-    skl_rows rows;
-    skl_gradients gradients;
-    size_t workspace_size;
-} call;
-
-static const struct {
-    const char *message;
-    edit edit;
-} call_rules[] = {
-    {"v_s=NULL: must be given", SET_IN(call, attention.v_s.data, 0)},
-    {"o_s=NULL: must be given", SET_IN(call, attention.o_s.data, 0)},
-    {"do_s=NULL: must be given", SET_IN(call, attention.do_s.data, 0)},
-    {"do_s.stride_row=-1: must be at least 0", SET_IN(call, attention.do_s.stride_row, -1)},
-    {"overlap: an output must not share memory", COPY_IN(call, attention.dv_s, gradients.dk_s)},
-    {"overlap: an output must not share memory", COPY_IN(call, attention.dv_s.data, attention.v_s.data)},
-    {"lse_s=NULL: must be given", SET_IN(call, inputs.lse_s.data, 0)},
-    {"rows.lse_t given: must be NULL in a one-pass call", COPY_IN(call, rows.lse_t, inputs.kl)},
-    {"attention.struct_size=", ADD_IN(call, attention.struct_size, -1)},
-    {"attention=NULL: must be given", SET_IN(call, attention_address, 0)},
-};
-
-static skl_status make_call(const fixture *f, const fixture_results *results, const edit *edits)
-{
-    skl_plan *const plan = test_plan(&f->problem, NULL, 1);
-    const size_t size = skl_plan_workspace_size(plan, SKL_OP_ATTENTION_BACKWARD);
-    test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
-    call c = {.inputs = results_backward_inputs(f, results),
-              .attention = results_attention(f, results),
-              .attention_address = &c.attention,
-              .rows = {.struct_size = sizeof(skl_rows)},
-              .gradients = results_gradients(results),
-              .workspace_size = size};
-    edit_apply(&c, edits, 1);
-    const skl_status status = skl_attention_backward(plan, &c.inputs, c.attention_address, &c.rows, &c.gradients,
-                                                     workspace.data, c.workspace_size, NULL);
-    memory_destroy(&workspace);
-    skl_plan_destroy(plan);
-    return status;
-}
-
-static void test_refused_calls(void **state)
-{
-    (void)state;
-    fixture f;
-    fixture_create(&f, plain);
-    fixture_results results = results_create(&f);
-    for (size_t n = 0; n < COUNT_OF(call_rules); n++)
-        assert_refused(make_call(&f, &results, &call_rules[n].edit), SKL_ERROR_ARGUMENT, call_rules[n].message);
-    const edit shorter = ADD_IN(call, workspace_size, -1), none = {0};
-    if (attention_kernel(&f.problem, 0)) /* a refused operation needs no workspace */
-        assert_refused(make_call(&f, &results, &shorter), SKL_ERROR_WORKSPACE, "workspace_size=");
-    f.problem.gradients = SKL_DQ_S | SKL_DK_S; /* a plan for other calls */
-    assert_refused(make_call(&f, &results, &none), SKL_ERROR_ARGUMENT,
-                   "gradients=12: skl_attention_backward needs a plan whose");
-    skl_plan *const plan = test_plan(&f.problem, NULL, 1);
-    const skl_input v_s = tensor_input(&f.v_s);
-    const skl_output o_s = tensor_output(&results.o_s);
-    const skl_rows rows = results_rows(&results);
-    const skl_gradients gradients = results_gradients(&results);
-    const skl_attention attention = results_attention(&f, &results);
-    assert_refused(skl_attention_forward(NULL, &f.inputs, &v_s, &rows, &o_s, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
-                   "plan=NULL: must be given");
-    assert_refused(skl_attention_forward(plan, &f.inputs, NULL, &rows, &o_s, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
-                   "v_s=NULL: must be given");
-    assert_refused(skl_attention_forward(plan, &f.inputs, &v_s, &rows, NULL, NULL, 0, NULL), SKL_ERROR_ARGUMENT,
-                   "o_s=NULL: must be given");
-    assert_refused(skl_attention_backward(NULL, &f.inputs, &attention, &rows, &gradients, NULL, 0, NULL),
-                   SKL_ERROR_ARGUMENT, "plan=NULL: must be given");
-    skl_plan_destroy(plan);
-    results_destroy(&results);
-    fixture_destroy(&f);
-}
+/* ---- Support ------------------------------------------------------------------------------------------------ */
 
 /* The CPU has every attention backward. A GPU has those that carry the KL, on Hopper; elsewhere neither a plan nor a
  * call nor an explanation promises more. */
@@ -234,7 +156,6 @@ int main(void)
                .check = check_small_gradients),
         TRIALS(teacher_of_weight_0_may_be_nan, plain, .only_cpu = 1, .check = check_nan_teacher),
         TRIALS(bits_depend_on_no_thread_count, plain, CARRIED, .only_cpu = 1, .check = check_threads),
-        cmocka_unit_test(test_refused_calls),
         TRIALS(supported_calls_run_and_others_are_refused, supports, .every_type = 1, .check = check_support),
     };
     return test_run("attention", tests, COUNT_OF(tests));
