@@ -5,142 +5,7 @@
 #include <stdbool.h>
 #include <stdio.h>
 
-/* Every call that takes a public struct. `at` replaces the struct under test. */
-typedef struct calls {
-    const skl_plan *plan;
-    skl_problem problem;
-    skl_inputs inputs;
-    skl_rows rows;
-    skl_gradients gradients;
-    skl_attention attention;
-    skl_stats stats;
-} calls;
-
-static skl_status plan_of_problem(const calls *c, const void *at)
-{
-    (void)c;
-    skl_plan *plan = NULL;
-    const skl_status status = skl_plan_create(&plan, at, NULL);
-    skl_plan_destroy(plan);
-    return status;
-}
-
-static skl_status needs_of_problem(const calls *c, const void *at)
-{
-    (void)c;
-    return skl_problem_needs(at, SKL_OP_BACKWARD) != 0 ? SKL_OK : SKL_ERROR_ARGUMENT;
-}
-
-static skl_status plan_of_options(const calls *c, const void *at)
-{
-    skl_plan *plan = NULL;
-    const skl_status status = skl_plan_create(&plan, &c->problem, at);
-    skl_plan_destroy(plan);
-    return status;
-}
-
-static skl_status check_inputs(const calls *c, const void *at)
-{
-    return skl_inputs_check(c->plan, at);
-}
-
-static skl_status explain_inputs(const calls *c, const void *at)
-{
-    return skl_plan_explain(c->plan, at, SKL_OP_FORWARD, NULL, 0) != 0 ? SKL_OK : SKL_ERROR_ARGUMENT;
-}
-
-static skl_status forward_inputs(const calls *c, const void *at)
-{
-    return skl_forward(c->plan, at, &c->rows, NULL, 0, NULL);
-}
-
-static skl_status forward_rows(const calls *c, const void *at)
-{
-    return skl_forward(c->plan, &c->inputs, at, NULL, 0, NULL);
-}
-
-static skl_status backward_inputs(const calls *c, const void *at)
-{
-    return skl_backward(c->plan, at, &c->gradients, NULL, 0, NULL);
-}
-
-static skl_status backward_gradients(const calls *c, const void *at)
-{
-    return skl_backward(c->plan, &c->inputs, at, NULL, 0, NULL);
-}
-
-static skl_status one_pass_inputs(const calls *c, const void *at)
-{
-    return skl_forward_backward(c->plan, at, &c->rows, &c->gradients, NULL, 0, NULL);
-}
-
-static skl_status one_pass_rows(const calls *c, const void *at)
-{
-    return skl_forward_backward(c->plan, &c->inputs, at, &c->gradients, NULL, 0, NULL);
-}
-
-static skl_status one_pass_gradients(const calls *c, const void *at)
-{
-    return skl_forward_backward(c->plan, &c->inputs, &c->rows, at, NULL, 0, NULL);
-}
-
-static skl_status attention_inputs(const calls *c, const void *at)
-{
-    return skl_attention_backward(c->plan, at, &c->attention, &c->rows, &c->gradients, NULL, 0, NULL);
-}
-
-static skl_status attention_attention(const calls *c, const void *at)
-{
-    return skl_attention_backward(c->plan, &c->inputs, at, &c->rows, &c->gradients, NULL, 0, NULL);
-}
-
-static skl_status attention_rows(const calls *c, const void *at)
-{
-    return skl_attention_backward(c->plan, &c->inputs, &c->attention, at, &c->gradients, NULL, 0, NULL);
-}
-
-static skl_status attention_gradients(const calls *c, const void *at)
-{
-    return skl_attention_backward(c->plan, &c->inputs, &c->attention, &c->rows, at, NULL, 0, NULL);
-}
-
-static skl_status attention_forward_inputs(const calls *c, const void *at)
-{
-    const skl_output o_s = {NULL, 0, 0, 0};
-    return skl_attention_forward(c->plan, at, &c->attention.v_s, &c->rows, &o_s, NULL, 0, NULL);
-}
-
-static skl_status attention_forward_rows(const calls *c, const void *at)
-{
-    const skl_output o_s = {NULL, 0, 0, 0};
-    return skl_attention_forward(c->plan, &c->inputs, &c->attention.v_s, at, &o_s, NULL, 0, NULL);
-}
-
-static skl_status stats_inputs(const calls *c, const void *at)
-{
-    return skl_attention_stats(c->plan, at, &c->stats, NULL, 0, NULL);
-}
-
-static skl_status stats_stats(const calls *c, const void *at)
-{
-    return skl_attention_stats(c->plan, &c->inputs, at, NULL, 0, NULL);
-}
-
-static skl_status partial_inputs(const calls *c, const void *at)
-{
-    static skl_row_state states[1];
-    return skl_partial(c->plan, at, 0, 1, states, NULL, 0, NULL);
-}
-
-static skl_status finish_inputs(const calls *c, const void *at)
-{
-    return skl_states_finish(c->plan, at, NULL, &c->rows, NULL);
-}
-
-static skl_status finish_rows(const calls *c, const void *at)
-{
-    return skl_states_finish(c->plan, NULL, NULL, at, NULL);
-}
+#include "any_call.h"
 
 /* A public struct: `first_size` is its size in the first release that had it, `end` the end of its last field. */
 typedef struct struct_type {
@@ -154,7 +19,16 @@ typedef struct struct_type {
 #define EXTENDED(name, type, first_new, last) {name, sizeof(type), offsetof(type, first_new), END_OF(type, last)}
 /* clang-format on */
 
-typedef enum struct_index { PROBLEM, OPTIONS, INPUTS, ROWS, GRADIENTS, ATTENTION, STATS, STRUCT_COUNT } struct_index;
+typedef enum struct_index {
+    PROBLEM,
+    OPTIONS,
+    INPUTS,
+    ROWS,
+    GRADIENTS,
+    ATTENTION,
+    STATISTICS,
+    STRUCT_COUNT
+} struct_index;
 
 static const struct_type struct_types[STRUCT_COUNT] = {
     [PROBLEM] = EXTENDED("problem", skl_problem, row_bounds, pool_size),
@@ -163,77 +37,131 @@ static const struct_type struct_types[STRUCT_COUNT] = {
     [ROWS] = UNCHANGED("rows", skl_rows, mass),
     [GRADIENTS] = EXTENDED("gradients", skl_gradients, dsink_t, dsink_s),
     [ATTENTION] = UNCHANGED("attention", skl_attention, dv_s),
-    [STATS] = UNCHANGED("stats", skl_stats, weights),
+    [STATISTICS] = UNCHANGED("stats", skl_stats, weights),
 };
 
+/* The other calls that take a public struct, after the kinds of any_call. */
+enum { PLAN_CREATE = CALL_KINDS, PROBLEM_NEEDS, PLAN_EXPLAIN };
+
+/* A call, and which of its structs is under test. */
 typedef struct struct_call {
+    int kind;
     struct_index type;
-    skl_status (*call)(const calls *c, const void *at);
 } struct_call;
 
 static const struct_call struct_calls[] = {
-    {PROBLEM, plan_of_problem},
-    {PROBLEM, needs_of_problem},
-    {OPTIONS, plan_of_options},
-    {INPUTS, check_inputs},
-    {INPUTS, explain_inputs},
-    {INPUTS, forward_inputs},
-    {ROWS, forward_rows},
-    {INPUTS, backward_inputs},
-    {GRADIENTS, backward_gradients},
-    {INPUTS, one_pass_inputs},
-    {ROWS, one_pass_rows},
-    {GRADIENTS, one_pass_gradients},
-    {INPUTS, attention_inputs},
-    {ATTENTION, attention_attention},
-    {ROWS, attention_rows},
-    {GRADIENTS, attention_gradients},
-    {INPUTS, attention_forward_inputs},
-    {ROWS, attention_forward_rows},
-    {INPUTS, stats_inputs},
-    {STATS, stats_stats},
-    {INPUTS, partial_inputs},
-    {INPUTS, finish_inputs},
-    {ROWS, finish_rows},
+    {PLAN_CREATE, PROBLEM},
+    {PLAN_CREATE, OPTIONS},
+    {PROBLEM_NEEDS, PROBLEM},
+    {PLAN_EXPLAIN, INPUTS},
+    {CHECK, INPUTS},
+    {FORWARD, INPUTS},
+    {FORWARD, ROWS},
+    {BACKWARD, INPUTS},
+    {BACKWARD, GRADIENTS},
+    {ONE_PASS, INPUTS},
+    {ONE_PASS, ROWS},
+    {ONE_PASS, GRADIENTS},
+    {ATTENTION_BACKWARD, INPUTS},
+    {ATTENTION_BACKWARD, ATTENTION},
+    {ATTENTION_BACKWARD, ROWS},
+    {ATTENTION_BACKWARD, GRADIENTS},
+    {ATTENTION_FORWARD, INPUTS},
+    {ATTENTION_FORWARD, ROWS},
+    {STATS, INPUTS},
+    {STATS, STATISTICS},
+    {PARTIAL, INPUTS},
+    {FINISH, INPUTS},
+    {FINISH, ROWS},
 };
 
-/* No rows, so that calls need neither tensors nor results; no workspace is needed before the structs are checked. */
-static void calls_create(calls *c, skl_plan **plan)
+/* Valid structs. The problem has no rows, so that calls need neither tensors nor results; no workspace is needed
+ * before the structs are checked. */
+typedef struct structs {
+    skl_plan *plan;
+    skl_problem problem;
+    skl_options options;
+    skl_inputs inputs;
+    skl_rows rows;
+    skl_gradients gradients;
+    skl_attention attention;
+    skl_stats stats;
+} structs;
+
+static void structs_create(structs *s)
 {
-    *c = (calls){.problem = skl_problem_default(),
-                 .inputs = {.struct_size = sizeof(skl_inputs)},
-                 .rows = {.struct_size = sizeof(skl_rows)},
-                 .gradients = {.struct_size = sizeof(skl_gradients)},
-                 .attention = {.struct_size = sizeof(skl_attention)},
-                 .stats = {.struct_size = sizeof(skl_stats)}};
-    c->problem.gradients |= SKL_DV_S;
-    c->problem.dim_t = c->problem.dim_s = 4;
-    c->plan = *plan = test_plan(&c->problem, NULL, 1);
+    *s = (structs){.problem = skl_problem_default(),
+                   .options = skl_options_default(),
+                   .inputs = {.struct_size = sizeof(skl_inputs)},
+                   .rows = {.struct_size = sizeof(skl_rows)},
+                   .gradients = {.struct_size = sizeof(skl_gradients)},
+                   .attention = {.struct_size = sizeof(skl_attention)},
+                   .stats = {.struct_size = sizeof(skl_stats)}};
+    s->problem.gradients |= SKL_DV_S;
+    s->problem.dim_t = s->problem.dim_s = 4;
+    s->plan = test_plan(&s->problem, NULL, 1);
+}
+
+static const void *struct_at(const structs *s, struct_index type)
+{
+    const void *const all[STRUCT_COUNT] = {&s->problem,   &s->options,   &s->inputs, &s->rows,
+                                           &s->gradients, &s->attention, &s->stats};
+    return all[type];
+}
+
+/* Makes a call in which the struct under test is at `at`. */
+static skl_status make_call(const structs *s, const struct_call *c, const void *at)
+{
+    const void *all[STRUCT_COUNT];
+    for (int n = 0; n < STRUCT_COUNT; n++)
+        all[n] = n == (int)c->type ? at : struct_at(s, (struct_index)n);
+    skl_row_state state;
+    const any_call call = {.plan = s->plan,
+                           .inputs_address = all[INPUTS],
+                           .rows_address = all[ROWS],
+                           .gradients_address = all[GRADIENTS],
+                           .attention_address = all[ATTENTION],
+                           .stats_address = all[STATISTICS],
+                           .v_s_address = &call.attention.v_s,
+                           .o_s_address = &call.o_s,
+                           .key_end = 1,
+                           .states = &state};
+    skl_plan *plan = NULL;
+    skl_status status = SKL_OK;
+    switch (c->kind) {
+    case PLAN_CREATE:
+        status = skl_plan_create(&plan, all[PROBLEM], all[OPTIONS]);
+        skl_plan_destroy(plan);
+        return status;
+    case PROBLEM_NEEDS:
+        return skl_problem_needs(all[PROBLEM], SKL_OP_BACKWARD) != 0 ? SKL_OK : SKL_ERROR_ARGUMENT;
+    case PLAN_EXPLAIN:
+        return skl_plan_explain(s->plan, all[INPUTS], SKL_OP_FORWARD, NULL, 0) != 0 ? SKL_OK : SKL_ERROR_ARGUMENT;
+    default:
+        return any_call_run((call_kind)c->kind, &call);
+    }
 }
 
 /* A struct of `size` bytes, with valid content as far as it goes, directly before an unmapped page. */
-static test_memory place_struct(const calls *c, struct_index type, size_t size)
+static test_memory place_struct(const structs *s, struct_index type, size_t size)
 {
-    const skl_options options = skl_options_default();
-    const void *const contents[STRUCT_COUNT] = {&c->problem,   &options,      &c->inputs, &c->rows,
-                                                &c->gradients, &c->attention, &c->stats};
     const test_memory memory = memory_create(size, sizeof(size_t));
     memset(memory.data, 0, size);
-    memcpy(memory.data, contents[type], size < struct_types[type].size ? size : struct_types[type].size);
+    memcpy(memory.data, struct_at(s, type), size < struct_types[type].size ? size : struct_types[type].size);
     memcpy(memory.data, &size, sizeof size);
     return memory;
 }
 
 /* A struct of `size` bytes is refused, with this message. Its bytes end before what a full struct would need. */
-static void assert_size_refused(const calls *c, const struct_call *s, size_t size, size_t struct_size)
+static void assert_size_refused(const structs *s, const struct_call *c, size_t size, size_t struct_size)
 {
-    const struct_type *const type = &struct_types[s->type];
+    const struct_type *const type = &struct_types[c->type];
     char message[128];
     snprintf(message, sizeof message, "%s.struct_size=%zu: must be the sizeof of the struct, %zu, or %zu..4096",
              type->name, struct_size, type->size, type->first_size);
-    test_memory memory = place_struct(c, s->type, size);
+    test_memory memory = place_struct(s, c->type, size);
     memcpy(memory.data, &struct_size, sizeof struct_size);
-    assert_refused(s->call(c, memory.data), SKL_ERROR_ARGUMENT, message);
+    assert_refused(make_call(s, c, memory.data), SKL_ERROR_ARGUMENT, message);
     memory_destroy(&memory);
 }
 
@@ -243,38 +171,37 @@ static bool is_accepted(skl_status status)
     return status == SKL_OK || (status == SKL_ERROR_WORKSPACE && strstr(skl_last_error(), "workspace=NULL"));
 }
 
-static void assert_accepted(const calls *c, const struct_call *s, size_t size)
+static void assert_accepted(const structs *s, const struct_call *c, size_t size)
 {
-    test_memory memory = place_struct(c, s->type, size);
-    if (!is_accepted(s->call(c, memory.data)))
-        fail_msg("%s.struct_size=%zu: %s", struct_types[s->type].name, size, skl_last_error());
+    test_memory memory = place_struct(s, c->type, size);
+    if (!is_accepted(make_call(s, c, memory.data)))
+        fail_msg("%s.struct_size=%zu: %s", struct_types[c->type].name, size, skl_last_error());
     memory_destroy(&memory);
 }
 
-typedef void (*check_of_call)(const calls *c, const struct_call *s);
+typedef void (*check_of_call)(const structs *s, const struct_call *c);
 
 static void for_every_call(check_of_call check)
 {
-    calls c;
-    skl_plan *plan;
-    calls_create(&c, &plan);
+    structs s;
+    structs_create(&s);
     for (size_t n = 0; n < COUNT_OF(struct_calls); n++)
-        check(&c, &struct_calls[n]);
-    skl_plan_destroy(plan);
+        check(&s, &struct_calls[n]);
+    skl_plan_destroy(s.plan);
 }
 
 /* Structs of older programs: every size since the first release. */
-static void check_shorter(const calls *c, const struct_call *s)
+static void check_shorter(const structs *s, const struct_call *c)
 {
-    const struct_type *const type = &struct_types[s->type];
+    const struct_type *const type = &struct_types[c->type];
     for (size_t size = sizeof(size_t); size < type->first_size; size += sizeof(size_t))
-        assert_size_refused(c, s, size, size);
-    assert_size_refused(c, s, sizeof(size_t), 0);
+        assert_size_refused(s, c, size, size);
+    assert_size_refused(s, c, sizeof(size_t), 0);
     for (size_t size = type->first_size + 1; size < type->size; size++)
         if (size % sizeof(void *) != 0) /* the last field would be half of a pointer */
-            assert_size_refused(c, s, size, size);
+            assert_size_refused(s, c, size, size);
     for (size_t size = type->first_size; size <= type->size; size += sizeof(size_t))
-        assert_accepted(c, s, size);
+        assert_accepted(s, c, size);
 }
 
 static void test_shorter_structs_are_accepted_since_the_first_release(void **state)
@@ -284,26 +211,26 @@ static void test_shorter_structs_are_accepted_since_the_first_release(void **sta
 }
 
 /* Structs of newer programs. */
-static void check_longer(const calls *c, const struct_call *s)
+static void check_longer(const structs *s, const struct_call *c)
 {
     enum { STRUCT_SIZE_MAX = 4096 };
-    const struct_type *const type = &struct_types[s->type];
+    const struct_type *const type = &struct_types[c->type];
     const size_t sizes[] = {type->size + 1, type->size + 8, STRUCT_SIZE_MAX};
     for (size_t k = 0; k < COUNT_OF(sizes); k++) {
-        assert_accepted(c, s, sizes[k]);
+        assert_accepted(s, c, sizes[k]);
         const size_t unknown[] = {type->size, sizes[k] - 1};
         for (size_t n = 0; n < COUNT_OF(unknown); n++) {
-            test_memory memory = place_struct(c, s->type, sizes[k]);
+            test_memory memory = place_struct(s, c->type, sizes[k]);
             memory.data[unknown[n]] = 1;
             char message[96];
             snprintf(message, sizeof message, "%s.struct_size=%zu: byte %zu is not 0", type->name, sizes[k],
                      unknown[n]);
-            assert_refused(s->call(c, memory.data), SKL_ERROR_ARGUMENT, message);
+            assert_refused(make_call(s, c, memory.data), SKL_ERROR_ARGUMENT, message);
             memory_destroy(&memory);
         }
     }
-    assert_size_refused(c, s, type->size, STRUCT_SIZE_MAX + 1);
-    assert_size_refused(c, s, type->size, SIZE_MAX);
+    assert_size_refused(s, c, type->size, STRUCT_SIZE_MAX + 1);
+    assert_size_refused(s, c, type->size, SIZE_MAX);
 }
 
 static void test_longer_structs_must_end_in_zeros(void **state)
