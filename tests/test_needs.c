@@ -1,9 +1,9 @@
 /* Needs of operations: compared with a table written by hand, and with the checks of run calls. */
-#include "support.h"
+#include "runner.h"
 
 #include <stdbool.h>
-#include <stdlib.h>
 
+#include "any_call.h"
 #include "base/needs.h"
 
 enum { LEN_K = 3, DIM = 4, ROW_BITS = SKL_ROW_KL | SKL_ROW_LSE_T | SKL_ROW_LSE_S | SKL_ROW_DOT_T };
@@ -24,10 +24,10 @@ static skl_problem problem_of(skl_direction direction, int64_t heads_t, skl_stud
 
 /* ---- By hand ------------------------------------------------------------------------------------------------ */
 
-#define ATTENTION SKL_STUDENT_ATTENTION
-#define INDEXER   SKL_STUDENT_INDEXER
-#define FORWARD   SKL_KL_FORWARD
-#define REVERSE   SKL_KL_REVERSE
+#define ATTENTION  SKL_STUDENT_ATTENTION
+#define INDEXER    SKL_STUDENT_INDEXER
+#define KL_FORWARD SKL_KL_FORWARD
+#define KL_REVERSE SKL_KL_REVERSE
 
 typedef struct need_rule {
     skl_direction direction;
@@ -37,24 +37,24 @@ typedef struct need_rule {
 } need_rule;
 
 static const need_rule need_rules[] = {
-    {FORWARD, 2, ATTENTION, 0, LSES, 0},
-    {FORWARD, 2, ATTENTION, SKL_DQ_S, LSES, 0},
-    {FORWARD, 2, ATTENTION, SKL_DK_S, LSES, 0},
-    {FORWARD, 2, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_KL, 0},
-    {FORWARD, 2, ATTENTION, SKL_DK_T, LSES | SKL_ROW_KL, 0},
-    {FORWARD, 2, ATTENTION, SKL_DK_T | SKL_DQ_S, LSES | SKL_ROW_KL, 0},
-    {REVERSE, 2, ATTENTION, SKL_DQ_S, LSES | SKL_ROW_KL, 0},
-    {REVERSE, 2, ATTENTION, SKL_DK_S, LSES | SKL_ROW_KL, 0},
-    {REVERSE, 2, ATTENTION, SKL_DQ_T | SKL_DK_T, LSES, 0},
-    {FORWARD, 4, ATTENTION, SKL_DQ_S | SKL_DK_S, LSES, SKL_ROW_LSE_T},
-    {FORWARD, 4, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
-    {FORWARD, 4, ATTENTION, SKL_DK_T | SKL_DK_S, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
-    {REVERSE, 4, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
-    {REVERSE, 4, ATTENTION, SKL_DQ_T | SKL_DQ_S, LSES | SKL_ROW_DOT_T | SKL_ROW_KL, SKL_ROW_LSE_T},
-    {FORWARD, 2, INDEXER, SKL_DQ_S | SKL_DK_S | SKL_DW_S, LSES, SKL_ROW_LSE_T},
-    {FORWARD, 4, INDEXER, SKL_DW_S, LSES, SKL_ROW_LSE_T},
-    {REVERSE, 4, INDEXER, 0, LSES, SKL_ROW_LSE_T},
-    {REVERSE, 4, INDEXER, SKL_DW_S, LSES | SKL_ROW_KL, SKL_ROW_LSE_T},
+    {KL_FORWARD, 2, ATTENTION, 0, LSES, 0},
+    {KL_FORWARD, 2, ATTENTION, SKL_DQ_S, LSES, 0},
+    {KL_FORWARD, 2, ATTENTION, SKL_DK_S, LSES, 0},
+    {KL_FORWARD, 2, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_KL, 0},
+    {KL_FORWARD, 2, ATTENTION, SKL_DK_T, LSES | SKL_ROW_KL, 0},
+    {KL_FORWARD, 2, ATTENTION, SKL_DK_T | SKL_DQ_S, LSES | SKL_ROW_KL, 0},
+    {KL_REVERSE, 2, ATTENTION, SKL_DQ_S, LSES | SKL_ROW_KL, 0},
+    {KL_REVERSE, 2, ATTENTION, SKL_DK_S, LSES | SKL_ROW_KL, 0},
+    {KL_REVERSE, 2, ATTENTION, SKL_DQ_T | SKL_DK_T, LSES, 0},
+    {KL_FORWARD, 4, ATTENTION, SKL_DQ_S | SKL_DK_S, LSES, SKL_ROW_LSE_T},
+    {KL_FORWARD, 4, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
+    {KL_FORWARD, 4, ATTENTION, SKL_DK_T | SKL_DK_S, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
+    {KL_REVERSE, 4, ATTENTION, SKL_DQ_T, LSES | SKL_ROW_DOT_T, SKL_ROW_LSE_T},
+    {KL_REVERSE, 4, ATTENTION, SKL_DQ_T | SKL_DQ_S, LSES | SKL_ROW_DOT_T | SKL_ROW_KL, SKL_ROW_LSE_T},
+    {KL_FORWARD, 2, INDEXER, SKL_DQ_S | SKL_DK_S | SKL_DW_S, LSES, SKL_ROW_LSE_T},
+    {KL_FORWARD, 4, INDEXER, SKL_DW_S, LSES, SKL_ROW_LSE_T},
+    {KL_REVERSE, 4, INDEXER, 0, LSES, SKL_ROW_LSE_T},
+    {KL_REVERSE, 4, INDEXER, SKL_DW_S, LSES | SKL_ROW_KL, SKL_ROW_LSE_T},
 };
 
 static void test_needs_by_hand(void **state)
@@ -80,7 +80,7 @@ static void test_needs_by_hand(void **state)
 static void test_needs_of_bad_arguments(void **state)
 {
     (void)state;
-    skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_S);
+    skl_problem problem = problem_of(KL_FORWARD, 2, ATTENTION, SKL_DQ_S);
     assert_int_equal(skl_problem_needs(NULL, SKL_OP_BACKWARD), 0);
     assert_string_equal(skl_last_error(), "problem=NULL: must be given");
     assert_int_equal(skl_problem_needs(&problem, (skl_op)7), 0);
@@ -94,85 +94,58 @@ static void test_needs_of_bad_arguments(void **state)
 
 /* ---- Against run calls -------------------------------------------------------------------------------------- */
 
-enum { FLOATS = 4 * LEN_K * DIM }; /* enough for each tensor */
-
-/* Runs an operation that has the row vectors `given` and no others: from inputs, and in a one-pass call kl and dot_t
- * from rows. */
-static skl_status run_with(const skl_plan *plan, const skl_problem *p, skl_op op, uint32_t given)
+/* Makes a call that has the row vectors `given` and no others: from inputs, and in a one-pass call kl and dot_t from
+ * rows. */
+static skl_status run_with(const fixture *f, const fixture_results *results, const skl_plan *plan, skl_op op,
+                           uint32_t given)
 {
-    static float zeros[FLOATS];
-    static float outputs[8][FLOATS];
-    const bool indexer = p->student == SKL_STUDENT_INDEXER;
     const bool both = skl_op_is_one_pass(op);
-    skl_inputs in = {.struct_size = sizeof in};
-    in.q_t = skl_input_contiguous(zeros, p->heads_t, 1, DIM);
-    in.k_t = skl_input_contiguous(zeros, p->heads_t, LEN_K, DIM);
-    in.q_s = skl_input_contiguous(zeros, p->heads_s, 1, DIM);
-    in.k_s = skl_input_contiguous(zeros, p->heads_s, LEN_K, DIM);
-    const skl_input rows_t = skl_input_contiguous(zeros, p->heads_t, 1, 1);
-    const skl_input rows_s = skl_input_contiguous(zeros, p->heads_s, 1, 1);
-    if (indexer)
-        in.w_s = rows_s;
+    any_call call;
+    any_call_init(&call, (call_kind)op, f, results);
+    const skl_inputs known = results_backward_inputs(f, results);
     if (given & SKL_ROW_LSE_T)
-        in.lse_t = rows_t;
+        call.inputs.lse_t = known.lse_t;
     if (given & SKL_ROW_LSE_S)
-        in.lse_s = rows_s;
+        call.inputs.lse_s = known.lse_s;
     if (given & SKL_ROW_KL && !both)
-        in.kl = rows_s;
+        call.inputs.kl = known.kl;
     if (given & SKL_ROW_DOT_T && !both)
-        in.dot_t = rows_t;
+        call.inputs.dot_t = known.dot_t;
+    if (!(given & SKL_ROW_KL && both))
+        call.rows.kl.data = NULL;
+    if (!(given & SKL_ROW_DOT_T && both))
+        call.rows.dot_t.data = NULL;
 
-    skl_rows rows = {.struct_size = sizeof rows};
-    if (given & SKL_ROW_KL && both)
-        rows.kl = skl_output_contiguous(outputs[0], p->heads_s, 1, 1);
-    if (given & SKL_ROW_DOT_T && both)
-        rows.dot_t = skl_output_contiguous(outputs[1], p->heads_t, 1, 1);
-    skl_gradients grads = {.struct_size = sizeof grads};
-    if (p->gradients & SKL_DQ_T)
-        grads.dq_t = skl_output_contiguous(outputs[2], p->heads_t, 1, DIM);
-    if (p->gradients & SKL_DK_T)
-        grads.dk_t = skl_output_contiguous(outputs[3], p->heads_t, LEN_K, DIM);
-    if (p->gradients & SKL_DQ_S)
-        grads.dq_s = skl_output_contiguous(outputs[4], p->heads_s, 1, DIM);
-    if (p->gradients & SKL_DK_S)
-        grads.dk_s = skl_output_contiguous(outputs[5], p->heads_s, LEN_K, DIM);
-    if (p->gradients & SKL_DW_S)
-        grads.dw_s = skl_output_contiguous(outputs[6], p->heads_s, 1, 1);
-    skl_row_state states[2];
-    const skl_attention attention = {.struct_size = sizeof attention, .v_s = in.k_s, .o_s = in.q_s, .do_s = in.q_s};
-
-    const skl_stats stats = {.struct_size = sizeof stats,
-                             .entropy = skl_output_contiguous(outputs[7], p->heads_s, 1, 1)};
-
-    const size_t size = skl_plan_workspace_size(plan, op);
-    test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
-    const skl_status status =
-        op == SKL_OP_FORWARD            ? skl_forward(plan, &in, &rows, workspace.data, size, NULL)
-        : op == SKL_OP_BACKWARD         ? skl_backward(plan, &in, &grads, workspace.data, size, NULL)
-        : op == SKL_OP_PARTIAL          ? skl_partial(plan, &in, 0, LEN_K, states, workspace.data, size, NULL)
-        : op == SKL_OP_FORWARD_BACKWARD ? skl_forward_backward(plan, &in, &rows, &grads, workspace.data, size, NULL)
-        : op == SKL_OP_ATTENTION_STATS
-            ? skl_attention_stats(plan, &in, &stats, workspace.data, size, NULL)
-            : skl_attention_backward(plan, &in, &attention, &rows, &grads, workspace.data, size, NULL);
+    test_memory workspace = memory_create(skl_plan_workspace_size(plan, op), SKL_WORKSPACE_ALIGNMENT);
+    call.plan = plan;
+    call.states = states_create(f);
+    call.workspace = workspace.data, call.workspace_size = workspace.size;
+    const skl_status status = any_call_run((call_kind)op, &call);
+    states_destroy(call.states);
     memory_destroy(&workspace);
     return status;
 }
 
 /* The needed row vectors are sufficient, and each of them is necessary. */
-static void check_calls(const skl_problem *problem)
+static void check_calls(const test_case *c)
 {
-    skl_plan *const plan = test_plan(problem, NULL, 1);
+    fixture f;
+    fixture_create(&f, c);
+    fixture_results results = results_create(&f);
+    skl_plan *const plan = test_plan(&f.problem, NULL, 1);
     for (int op = 0; op < SKL_OP_COUNT; op++) {
         if (!skl_plan_supports(plan, (skl_op)op))
             continue;
-        const uint32_t needed = skl_problem_needs(problem, (skl_op)op);
-        assert_ok(run_with(plan, problem, (skl_op)op, needed));
+        const uint32_t needed = skl_problem_needs(&f.problem, (skl_op)op);
+        assert_ok(run_with(&f, &results, plan, (skl_op)op, needed));
         for (uint32_t bit = 1; bit < ROW_BITS; bit <<= 1)
             if (needed & bit)
-                assert_refused(run_with(plan, problem, (skl_op)op, needed & ~bit), SKL_ERROR_ARGUMENT,
+                assert_refused(run_with(&f, &results, plan, (skl_op)op, needed & ~bit), SKL_ERROR_ARGUMENT,
                                "=NULL: must be given: ");
     }
     skl_plan_destroy(plan);
+    results_destroy(&results);
+    fixture_destroy(&f);
 }
 
 static void test_needs_as_calls_check_them(void **state)
@@ -181,11 +154,19 @@ static void test_needs_as_calls_check_them(void **state)
     for (int direction = SKL_KL_FORWARD; direction <= SKL_KL_REVERSE; direction++)
         for (int64_t heads_t = 2; heads_t <= 4; heads_t += 2)
             for (uint32_t gradients = 0; gradients < 16; gradients++) {
-                const skl_problem attention = problem_of((skl_direction)direction, heads_t, ATTENTION, gradients);
-                const skl_problem indexer =
-                    problem_of((skl_direction)direction, heads_t, INDEXER, gradients & ~3U ? gradients << 1 & 28 : 0);
-                const skl_problem with_values =
-                    problem_of((skl_direction)direction, heads_t, ATTENTION, (gradients & ~3U) | SKL_DV_S);
+                const test_case attention = {.name = "attention",
+                                             .batch = 1,
+                                             .len_q = 1,
+                                             .len_k = LEN_K,
+                                             .heads_t = heads_t,
+                                             .heads_s = 2,
+                                             .dim_t = DIM,
+                                             .dim_s = DIM,
+                                             .direction = (skl_direction)direction,
+                                             .without = ~gradients};
+                test_case with_values = attention, indexer = attention;
+                with_values.attention = 1;
+                indexer.index_heads = 1, indexer.without = ~(gradients << 1);
                 check_calls(&attention);
                 check_calls(&with_values);
                 check_calls(&indexer);
@@ -197,7 +178,7 @@ static void test_needs_of_a_call(void **state)
 {
     (void)state;
     float buffer = 0;
-    const skl_problem problem = problem_of(FORWARD, 2, ATTENTION, SKL_DQ_T | SKL_DQ_S);
+    const skl_problem problem = problem_of(KL_FORWARD, 2, ATTENTION, SKL_DQ_T | SKL_DQ_S);
     skl_call call = {.op = SKL_OP_FORWARD_BACKWARD};
     assert_false(skl_call_has_rows(&call));
     assert_int_equal(skl_gradient_bits(&call.gradients), 0);
