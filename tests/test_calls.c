@@ -297,8 +297,8 @@ static const call_rule call_rules[] = {
      {COPY(attention.dv_s.data, attention.v_s.data)}},
 };
 
-/* Values of lengths are checked if they are in host memory. */
-static const call_rule length_rules[] = {
+/* Values of lengths and bounds. Run calls check them in host memory, skl_inputs_check on any device. */
+static const call_rule value_rules[] = {
     {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET_AT(inputs.cu_seqlens_q, 0, 1)}},
     {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET_AT(inputs.cu_seqlens_k, 0, -1)}},
     {FORWARD, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET_AT(inputs.cu_seqlens_q, 2, 2)}},
@@ -318,6 +318,7 @@ static const call_rule length_rules[] = {
     {FORWARD, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 1, -1)}},
     {BACKWARD, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 2, 7)}},
     {FORWARD, &bounded, "key_begin[4]=-1: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_begin, 4, -1)}},
+    {FORWARD, &bounded, "key_begin[2]=7: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_begin, 2, 7)}},
     {BACKWARD, &bounded, "key_end[9]=7: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_end, 9, 7)}},
     {ONE_PASS,
      &bounded,
@@ -364,7 +365,7 @@ static const call_rule indexer_rules[] = {
     {BACKWARD, &plain, "dw_s given: must be NULL: the plan's", {COPY(gradients.dw_s, inputs.q_s)}},
 };
 
-/* On any device, skl_inputs_check refuses the same values as run calls on the CPU. It requires no row vectors. */
+/* skl_inputs_check requires no row vectors. */
 static const call_rule check_rules[] = {
     {CHECK, &plain, NULL, {{0}}},
     {CHECK, &packed, NULL, {{0}}},
@@ -384,15 +385,7 @@ static const call_rule check_rules[] = {
     {CHECK, &plain, "k_t.stride_head=-1: must be at least 0", {SET(inputs.k_t.stride_head, -1)}},
     {CHECK, &plain, "lse_t.stride_row=-1: must be at least 0", {SET(inputs.lse_t.stride_row, -1)}},
     {CHECK, &packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_k)}},
-    {CHECK, &packed, "cu_seqlens_q[2]=2: must not be below cu_seqlens_q[1]=3", {SET_AT(inputs.cu_seqlens_q, 2, 2)}},
-    {CHECK,
-     &packed,
-     "cu_seqlens_k[3]=11: must be at most 10, the rows of the buffer",
-     {SET_AT(inputs.cu_seqlens_k, 3, 11)}},
-    {CHECK, &padded, "key_lengths[1]=-1: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 1, -1)}},
-    {CHECK, &padded, "key_lengths[2]=7: must be 0..len_k=6", {SET_AT(inputs.key_lengths, 2, 7)}},
     {CHECK, &bounded, NULL, {{0}}},
-    {CHECK, &bounded, "key_begin[2]=7: must be 0..6, the keys of the sequence", {SET_AT(inputs.key_begin, 2, 7)}},
     {CHECK,
      &sparse,
      ": must be -1 (none) or a key of the sequence, 0..5",
@@ -464,50 +457,31 @@ static void check_rule(const call_rule *rule, skl_status expected)
     fixture_destroy(&f);
 }
 
-static void test_rules_of_arguments(void **state)
-{
-    (void)state;
-    for (size_t n = 0; n < COUNT_OF(call_rules); n++)
-        check_rule(&call_rules[n], SKL_ERROR_ARGUMENT);
-}
+/* Rules whose calls fail with the same status. */
+typedef struct rule_set {
+    const call_rule *rules;
+    size_t count;
+    skl_status status;
+    int only_cpu; /* 1: skipped on a GPU */
+    int as_check; /* 1: skl_inputs_check must refuse the same arguments */
+} rule_set;
 
-static void test_rules_of_lengths(void **state)
+/* clang-format off */
+#define RULES(name, array, ...)                                                                                      \
+    {"rules_of_" #name, test_rules, NULL, NULL, &(rule_set){.rules = array, .count = COUNT_OF(array), __VA_ARGS__}}
+/* clang-format on */
+
+static void test_rules(void **state)
 {
-    (void)state;
-    if (test_device() != SKL_CPU)
+    const rule_set *const set = *state;
+    if (set->only_cpu && test_device() != SKL_CPU)
         skip();
-    for (size_t n = 0; n < COUNT_OF(length_rules); n++)
-        check_rule(&length_rules[n], SKL_ERROR_ARGUMENT);
-}
-
-static void test_rules_of_indexers(void **state)
-{
-    (void)state;
-    for (size_t n = 0; n < COUNT_OF(indexer_rules); n++)
-        check_rule(&indexer_rules[n], SKL_ERROR_ARGUMENT);
-}
-
-static void test_rules_of_inputs_check(void **state)
-{
-    (void)state;
-    for (size_t n = 0; n < COUNT_OF(check_rules); n++)
-        check_rule(&check_rules[n], SKL_ERROR_ARGUMENT);
-}
-
-static void test_rules_of_workspaces(void **state)
-{
-    (void)state;
-    for (size_t n = 0; n < COUNT_OF(workspace_rules); n++)
-        check_rule(&workspace_rules[n], SKL_ERROR_WORKSPACE);
-}
-
-static void test_tensors_in_the_workspace(void **state)
-{
-    (void)state;
-    if (test_device() != SKL_CPU)
-        skip();
-    for (size_t n = 0; n < COUNT_OF(workspace_overlap_rules); n++)
-        check_rule(&workspace_overlap_rules[n], SKL_ERROR_ARGUMENT);
+    for (size_t n = 0; n < set->count; n++) {
+        call_rule rule = set->rules[n];
+        if (set->as_check)
+            rule.kind = CHECK;
+        check_rule(&rule, set->status);
+    }
 }
 
 /* dq and dk interleaved in one [batch, length, 2, heads, dim], the layout of a fused projection. */
@@ -621,12 +595,13 @@ static void test_huge_empty_problems_end_at_once(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_rules_of_arguments),
-        cmocka_unit_test(test_rules_of_lengths),
-        cmocka_unit_test(test_rules_of_indexers),
-        cmocka_unit_test(test_rules_of_inputs_check),
-        cmocka_unit_test(test_rules_of_workspaces),
-        cmocka_unit_test(test_tensors_in_the_workspace),
+        RULES(arguments, call_rules, .status = SKL_ERROR_ARGUMENT),
+        RULES(values, value_rules, .status = SKL_ERROR_ARGUMENT, .only_cpu = 1),
+        RULES(checked_values, value_rules, .status = SKL_ERROR_ARGUMENT, .as_check = 1),
+        RULES(indexers, indexer_rules, .status = SKL_ERROR_ARGUMENT),
+        RULES(inputs_check, check_rules, .status = SKL_ERROR_ARGUMENT),
+        RULES(workspaces, workspace_rules, .status = SKL_ERROR_WORKSPACE),
+        RULES(tensors_in_the_workspace, workspace_overlap_rules, .status = SKL_ERROR_ARGUMENT, .only_cpu = 1),
         cmocka_unit_test(test_views_of_one_buffer_may_interleave),
         cmocka_unit_test(test_empty_problems_need_no_tensors),
         cmocka_unit_test(test_huge_empty_problems_end_at_once),
