@@ -29,6 +29,10 @@ static const test_case attention = {"attention",     SHAPE(2, 5, 6), HEADS(2, 2)
                                     KEY_HEADS(1, 1), DIMS(16, 24),   ATTENTION};
 static const test_case student_only = {"student only", SMALL, STUDENT_ONLY};
 static const test_case sparse = {"sparse", SHAPE(2, 5, 6), HEADS(4, 2), DIMS(4, 4), INDEXER(3), TOP_K(2)};
+static const test_case packed_sparse = {
+    "packed sparse", PACKED(2, LENGTHS(0, 4, 9), LENGTHS(0, 9, 16)), HEADS(4, 2), DIMS(8, 8), INDEXER(2), TOP_K(3)};
+static const test_case pooled = {
+    "pooled", SHAPE(1, 5, 17), HEADS(2, 1), DIMS(8, 8), INDEXER(2), TOP_K(3), POOL(MAX, MEAN, COMPLETE, 5)};
 
 #define SET(member, to)           SET_IN(any_call, member, to)
 #define SET_AT(member, index, to) SET_AT_IN(any_call, member, index, to)
@@ -297,7 +301,7 @@ static const call_rule call_rules[] = {
      {COPY(attention.dv_s.data, attention.v_s.data)}},
 };
 
-/* Values of lengths and bounds. Run calls check them in host memory, skl_inputs_check on any device. */
+/* Values of lengths, bounds and indices. Run calls check them in host memory, skl_inputs_check on any device. */
 static const call_rule value_rules[] = {
     {FORWARD, &packed, "cu_seqlens_q[0]=1: must be 0", {SET_AT(inputs.cu_seqlens_q, 0, 1)}},
     {BACKWARD, &packed, "cu_seqlens_k[0]=-1: must be 0", {SET_AT(inputs.cu_seqlens_k, 0, -1)}},
@@ -325,6 +329,18 @@ static const call_rule value_rules[] = {
      "key_end[6]=1: must not be below key_end[5]=2 of the same sequence",
      {SET_AT(inputs.key_end, 6, 1)}},
     {FORWARD, &bounded, NULL, {SET_AT(inputs.key_end, 5, 0)}}, /* lower than the last row of the sequence before */
+    {FORWARD,
+     &sparse,
+     "indices[0, 1, 3, 0]=-2: must be -1 (none) or a key of the sequence, 0..5",
+     {SET_AT(inputs.indices.data, 16, -2)}},
+    {FORWARD,
+     &sparse,
+     "indices[1, 1, 4, 1]=6: must be -1 (none) or a key of the sequence, 0..5",
+     {SET_AT(inputs.indices.data, 39, 6)}},
+    {FORWARD,
+     &packed_sparse,
+     "indices[1, 1, 4, 2]=7: must be -1 (none) or a key of the sequence, 0..6",
+     {SET_AT(inputs.indices.data, 53, 7)}},
 };
 
 /* Indexers have additional tensors. */
@@ -365,6 +381,25 @@ static const call_rule indexer_rules[] = {
     {BACKWARD, &plain, "dw_s given: must be NULL: the plan's", {COPY(gradients.dw_s, inputs.q_s)}},
 };
 
+/* A pooled teacher has no partial states, because a range of keys may cut a block. One pass computes its LSEs. */
+static const call_rule pooled_rules[] = {
+    {PARTIAL, &pooled, "pool=1: pooled teachers have no partial states; must be 0", {{0}}},
+    {FINISH, &pooled, "pool=1: pooled teachers have no partial states; must be 0", {NO(inputs_address)}},
+    {ONE_PASS, &pooled, NULL, {NO(inputs.lse_t.data), NO(inputs.lse_s.data)}},
+    {ONE_PASS,
+     &pooled,
+     "rows.lse_t=NULL: must be given: the gradients of a pooled teacher read it",
+     {NO(inputs.lse_t.data), NO(inputs.lse_s.data), NO(rows.lse_t.data)}},
+    {ONE_PASS,
+     &pooled,
+     "lse_s given: must be NULL in a one-pass call with a pooled teacher, which computes it",
+     {NO(inputs.lse_t.data)}},
+    {FORWARD,
+     &pooled,
+     "indices[0, 0, 4, 2]=3: must be -1 (none) or a block of the sequence, 0..2",
+     {SET_AT(inputs.indices.data, 14, 3)}},
+};
+
 /* skl_inputs_check requires no row vectors. */
 static const call_rule check_rules[] = {
     {CHECK, &plain, NULL, {{0}}},
@@ -386,10 +421,6 @@ static const call_rule check_rules[] = {
     {CHECK, &plain, "lse_t.stride_row=-1: must be at least 0", {SET(inputs.lse_t.stride_row, -1)}},
     {CHECK, &packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", {NO(inputs.cu_seqlens_k)}},
     {CHECK, &bounded, NULL, {{0}}},
-    {CHECK,
-     &sparse,
-     ": must be -1 (none) or a key of the sequence, 0..5",
-     {COPY(inputs.indices.data, inputs.w_s.data)}}, /* the bits of a float are not a valid index */
 };
 
 static const call_rule workspace_rules[] = {
@@ -599,6 +630,7 @@ int main(void)
         RULES(values, value_rules, .status = SKL_ERROR_ARGUMENT, .only_cpu = 1),
         RULES(checked_values, value_rules, .status = SKL_ERROR_ARGUMENT, .as_check = 1),
         RULES(indexers, indexer_rules, .status = SKL_ERROR_ARGUMENT),
+        RULES(pooled_teachers, pooled_rules, .status = SKL_ERROR_ARGUMENT, .only_cpu = 1),
         RULES(inputs_check, check_rules, .status = SKL_ERROR_ARGUMENT),
         RULES(workspaces, workspace_rules, .status = SKL_ERROR_WORKSPACE),
         RULES(tensors_in_the_workspace, workspace_overlap_rules, .status = SKL_ERROR_ARGUMENT, .only_cpu = 1),

@@ -47,6 +47,7 @@ static const test_case one_row = {"one_row", SHAPE(1, 1, 3), HEADS(1, 1), DIMS(4
 static const test_case empty = {"empty", SHAPE(0, 4, 4), HEADS(1, 1), DIMS(4, 4)};
 static const test_case dense = {"dense", MEDIUM, INDEXER(2)};
 static const test_case sparse = {"sparse", MEDIUM, INDEXER(2), TOP_K(16)};
+static const test_case pooled = {"pooled", MEDIUM, INDEXER(2), TOP_K(16), POOL(MAX, MEAN, COMPLETE, 5)};
 static const test_case sparse_bf16 = {"sparse_bf16", MEDIUM, INDEXER(2), TOP_K(16), TYPES(BF16, BF16)};
 static const test_case packed = {"packed", PACKED(2, LENGTHS(0, 3, 7), LENGTHS(0, 2, 7)), HEADS(2, 2), DIMS(4, 4)};
 
@@ -321,11 +322,13 @@ static void test_explain_huge_problem(void **state)
 
 /* ---- Support ------------------------------------------------------------------------------------------------- */
 
-/* The CPU has every operation of every problem; a plan has the attention backward only if it was made for it. */
+/* The CPU has every operation of every problem, except that a plan has the attention backward only if it was made for
+ * it, and partial states only without a pooled teacher. */
 static void test_a_plan_says_what_it_supports(void **state)
 {
     (void)state;
-    const test_case *const cases[] = {&student_f32, &attention_bf16, &groups, &sparse, &packed, &empty, &none};
+    const test_case *const cases[] = {&student_f32, &attention_bf16, &groups, &sparse,
+                                      &pooled,      &packed,         &empty,  &none};
     for (size_t n = 0; n < COUNT_OF(cases); n++) {
         const skl_problem problem = case_problem(cases[n]);
         skl_plan *const plan = test_plan(&problem, NULL, 2);
@@ -336,6 +339,7 @@ static void test_a_plan_says_what_it_supports(void **state)
         assert_int_equal(skl_plan_supports(plan, SKL_OP_FORWARD), 1);
         assert_int_equal(skl_plan_supports(plan, SKL_OP_BACKWARD), 1);
         assert_int_equal(skl_plan_supports(plan, SKL_OP_FORWARD_BACKWARD), 1);
+        assert_int_equal(skl_plan_supports(plan, SKL_OP_PARTIAL), cases[n]->pool == SKL_POOL_NONE);
         assert_int_equal(skl_plan_supports(plan, SKL_OP_ATTENTION_BACKWARD), cases[n]->attention);
         skl_plan_destroy(plan);
     }
