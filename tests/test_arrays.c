@@ -56,7 +56,7 @@ static skl_status make_call(const problem_run *run, call_kind kind, const skl_in
 /* ---- Requested subsets --------------------------------------------------------------------------------------- */
 
 /* Every subset of KL and LSEs, alone and with all other results, and each other result alone. */
-enum { ROW_SUBSETS = 8, RESULT_COUNT = 15, SUBSETS = 2 * ROW_SUBSETS + RESULT_COUNT - 3 };
+enum { ROW_SUBSETS = 8, RESULT_COUNT = 16, SUBSETS = 2 * ROW_SUBSETS + RESULT_COUNT - 3 };
 
 static uint32_t subset_bits(int n)
 {
