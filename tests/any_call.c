@@ -1,5 +1,7 @@
 #include "any_call.h"
 
+#include "device.h"
+
 const char *const call_names[CALL_KINDS] = {
     [FORWARD] = "skl_forward",
     [BACKWARD] = "skl_backward",
@@ -76,4 +78,16 @@ skl_status any_call_run(call_kind kind, const any_call *c)
         break;
     }
     test_abandon("call kind %d", (int)kind);
+}
+
+skl_status any_call_run_in_workspace(call_kind kind, const any_call *call)
+{
+    const size_t size = skl_plan_workspace_size(call->plan, (skl_op)kind);
+    test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
+    any_call with_workspace = *call;
+    with_workspace.workspace = workspace.data, with_workspace.workspace_size = size;
+    const skl_status status = any_call_run(kind, &with_workspace);
+    device_wait();
+    memory_destroy(&workspace);
+    return status;
 }

@@ -49,4 +49,7 @@ void any_call_init(any_call *call, call_kind kind, const fixture *f, const fixtu
 
 skl_status any_call_run(call_kind kind, const any_call *call);
 
+/* Makes the call in a poisoned workspace of exactly the size that the plan requires, and waits for the device. */
+skl_status any_call_run_in_workspace(call_kind kind, const any_call *call);
+
 #endif

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "any_call.h"
 #include "device.h"
 
 int kernel_supports(const char *kernel, const skl_problem *problem)
@@ -55,34 +56,32 @@ void case_in_every_type(const test_case *c, void (*check)(const test_case *))
     }
 }
 
-static test_memory create_workspace(const skl_plan *plan, skl_op op)
-{
-    return memory_create(skl_plan_workspace_size(plan, op), SKL_WORKSPACE_ALIGNMENT);
-}
-
 void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows)
 {
-    test_memory workspace = create_workspace(plan, SKL_OP_FORWARD);
-    assert_ok(skl_forward(plan, inputs, rows, workspace.data, workspace.size, NULL));
-    device_wait();
-    memory_destroy(&workspace);
+    const any_call call = {.plan = plan, .inputs_address = inputs, .rows_address = rows};
+    assert_ok(any_call_run_in_workspace(FORWARD, &call));
 }
 
 void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients)
 {
-    test_memory workspace = create_workspace(plan, SKL_OP_BACKWARD);
-    assert_ok(skl_backward(plan, inputs, gradients, workspace.data, workspace.size, NULL));
-    device_wait();
-    memory_destroy(&workspace);
+    const any_call call = {.plan = plan, .inputs_address = inputs, .gradients_address = gradients};
+    assert_ok(any_call_run_in_workspace(BACKWARD, &call));
 }
 
 void run_forward_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows,
                           const skl_gradients *gradients)
 {
-    test_memory workspace = create_workspace(plan, SKL_OP_FORWARD_BACKWARD);
-    assert_ok(skl_forward_backward(plan, inputs, rows, gradients, workspace.data, workspace.size, NULL));
-    device_wait();
-    memory_destroy(&workspace);
+    const any_call call = {
+        .plan = plan, .inputs_address = inputs, .rows_address = rows, .gradients_address = gradients};
+    assert_ok(any_call_run_in_workspace(ONE_PASS, &call));
+}
+
+void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
+                 skl_row_state *states)
+{
+    const any_call call = {
+        .plan = plan, .inputs_address = inputs, .key_begin = key_begin, .key_end = key_end, .states = states};
+    assert_ok(any_call_run_in_workspace(PARTIAL, &call));
 }
 
 /* Fails the test unless the last call was refused by a backend that has no kernel for it. */
@@ -99,9 +98,12 @@ static void assert_attention_refused(skl_op op, int explained)
         test_abandon("skl_plan_explain names launches of a call that is refused: %s", message);
 }
 
-/* Whether a call ran. `explained`: skl_plan_explain named its launches. */
-static int attention_ran(skl_op op, skl_status status, int explained)
+/* Whether the call ran: skl_plan_explain names its launches exactly then. */
+static int run_attention(call_kind kind, const any_call *call)
 {
+    const skl_op op = (skl_op)kind;
+    const int explained = skl_plan_explain(call->plan, call->inputs_address, op, NULL, 0) > 0;
+    const skl_status status = any_call_run_in_workspace(kind, call);
     if (status == SKL_ERROR_UNSUPPORTED) {
         assert_attention_refused(op, explained);
         return 0;
@@ -115,36 +117,20 @@ static int attention_ran(skl_op op, skl_status status, int explained)
 int run_attention_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_input *v_s, const skl_rows *rows,
                           const skl_output *o_s)
 {
-    const int explained = skl_plan_explain(plan, inputs, SKL_OP_ATTENTION_FORWARD, NULL, 0) > 0;
-    test_memory workspace = create_workspace(plan, SKL_OP_ATTENTION_FORWARD);
-    const skl_status status =
-        skl_attention_forward(plan, inputs, v_s, rows, o_s, workspace.data, workspace.size, NULL);
-    const int ran = attention_ran(SKL_OP_ATTENTION_FORWARD, status, explained);
-    device_wait();
-    memory_destroy(&workspace);
-    return ran;
+    const any_call call = {
+        .plan = plan, .inputs_address = inputs, .v_s_address = v_s, .rows_address = rows, .o_s_address = o_s};
+    return run_attention(ATTENTION_FORWARD, &call);
 }
 
 int run_attention_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_attention *attention,
                            const skl_rows *rows, const skl_gradients *gradients)
 {
-    const int explained = skl_plan_explain(plan, inputs, SKL_OP_ATTENTION_BACKWARD, NULL, 0) > 0;
-    test_memory workspace = create_workspace(plan, SKL_OP_ATTENTION_BACKWARD);
-    const skl_status status =
-        skl_attention_backward(plan, inputs, attention, rows, gradients, workspace.data, workspace.size, NULL);
-    const int ran = attention_ran(SKL_OP_ATTENTION_BACKWARD, status, explained);
-    device_wait();
-    memory_destroy(&workspace);
-    return ran;
-}
-
-void run_partial(const skl_plan *plan, const skl_inputs *inputs, int64_t key_begin, int64_t key_end,
-                 skl_row_state *states)
-{
-    test_memory workspace = create_workspace(plan, SKL_OP_PARTIAL);
-    assert_ok(skl_partial(plan, inputs, key_begin, key_end, states, workspace.data, workspace.size, NULL));
-    device_wait();
-    memory_destroy(&workspace);
+    const any_call call = {.plan = plan,
+                           .inputs_address = inputs,
+                           .attention_address = attention,
+                           .rows_address = rows,
+                           .gradients_address = gradients};
+    return run_attention(ATTENTION_BACKWARD, &call);
 }
 
 void run_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from)

@@ -4,8 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "calls.h"
-#include "device.h"
+#include "any_call.h"
 
 static const char *const names[STATS_RESULTS] = {
     "key_sum",           "key_max",        "lse",           "entropy",    "max_logit",
@@ -183,15 +182,12 @@ uint32_t stats_requested(const stats_setup *s, stats_kind kind)
 int stats_run(const skl_plan *plan, const stats_setup *s, const skl_stats *stats)
 {
     const int supported = skl_plan_supports(plan, SKL_OP_ATTENTION_STATS);
-    test_memory workspace =
-        memory_create(skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS), SKL_WORKSPACE_ALIGNMENT);
-    const skl_status status = skl_attention_stats(plan, &s->inputs, stats, workspace.data, workspace.size, NULL);
+    const any_call call = {.plan = plan, .inputs_address = &s->inputs, .stats_address = stats};
+    const skl_status status = any_call_run_in_workspace(STATS, &call);
     if (status == SKL_ERROR_UNSUPPORTED && test_device() == SKL_CUDA && !supported)
         assert_ok(strstr(skl_last_error(), "call it on the CPU") != NULL ? SKL_OK : status);
     else
         assert_ok(status);
-    device_wait();
-    memory_destroy(&workspace);
     return status == SKL_OK;
 }
 

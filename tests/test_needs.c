@@ -116,13 +116,10 @@ static skl_status run_with(const fixture *f, const fixture_results *results, con
     if (!(given & SKL_ROW_DOT_T && both))
         call.rows.dot_t.data = NULL;
 
-    test_memory workspace = memory_create(skl_plan_workspace_size(plan, op), SKL_WORKSPACE_ALIGNMENT);
     call.plan = plan;
     call.states = states_create(f);
-    call.workspace = workspace.data, call.workspace_size = workspace.size;
-    const skl_status status = any_call_run((call_kind)op, &call);
+    const skl_status status = any_call_run_in_workspace((call_kind)op, &call);
     states_destroy(call.states);
-    memory_destroy(&workspace);
     return status;
 }
 

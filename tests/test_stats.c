@@ -278,12 +278,9 @@ static void test_no_sequences(void **state)
     stats_setup setup = stats_setup_create(&f, STATS_PLAIN);
     stats_results results = stats_results_create(&setup);
     skl_plan *const plan = test_plan(&f.problem, NULL, 1);
-    const size_t size = skl_plan_workspace_size(plan, SKL_OP_ATTENTION_STATS);
-    test_memory workspace = memory_create(size, SKL_WORKSPACE_ALIGNMENT);
     skl_stats stats = stats_of(&setup, &results, ALL_STATS);
     stats.key_ranges = stats.chosen_rows = NULL;
-    assert_ok(skl_attention_stats(plan, &setup.inputs, &stats, workspace.data, size, NULL));
-    memory_destroy(&workspace);
+    assert_true(stats_run(plan, &setup, &stats));
     skl_plan_destroy(plan);
     stats_results_destroy(&results);
     stats_setup_destroy(&setup);
