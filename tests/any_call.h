@@ -21,7 +21,7 @@ typedef enum call_kind {
 
 extern const char *const call_names[CALL_KINDS];
 
-/* Each argument that is an address is either one of the structs here, or NULL. */
+/* The arguments of a call. any_call_init makes each address that of the struct here. */
 typedef struct any_call {
     const skl_plan *plan;
     const skl_inputs *inputs_address;

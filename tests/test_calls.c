@@ -76,6 +76,9 @@ static const call_rule call_rules[] = {
     {ATTENTION_FORWARD, &attention, "plan=NULL: must be given", {NO(plan)}},
     {ATTENTION_FORWARD, &attention, "v_s=NULL: must be given", {NO(v_s_address)}},
     {ATTENTION_FORWARD, &attention, "o_s=NULL: must be given", {NO(o_s_address)}},
+    {STATS, &plain, "plan=NULL: must be given", {NO(plan)}},
+    {STATS, &plain, "inputs=NULL: must be given", {NO(inputs_address)}},
+    {STATS, &plain, "stats=NULL: must be given", {NO(stats_address)}},
 
     /* Sizes of structs. */
     {FORWARD, &plain, "inputs.struct_size=0: must be the sizeof", {SET(inputs.struct_size, 0)}},
@@ -134,8 +137,10 @@ static const call_rule call_rules[] = {
      {NO(inputs.lse_t.data)}},
     {FINISH, &teacher_groups, "lse_t=NULL: must be given", {NO(inputs_address)}},
     {FINISH, &teacher_groups, NULL, {NO(inputs_address), NO(rows.lse_t.data)}},
+    {STATS, &plain, "k_s=NULL: must be given", {NO(inputs.k_s.data)}},
 
     /* Tensors that must not be given. */
+    {STATS, &plain, "stats.lse given: must be NULL if lse_s is given", {COPY(stats.lse, rows.kl)}},
     {FORWARD, &plain, "rows.dot_t given: must be NULL unless heads_t > heads_s", {COPY(rows.dot_t, rows.kl)}},
     {ONE_PASS, &plain, "rows.lse_t given: must be NULL in a one-pass call", {COPY(rows.lse_t, gradients.dq_t)}},
     {ONE_PASS, &plain, "rows.lse_s given: must be NULL in a one-pass call", {COPY(rows.lse_s, gradients.dq_t)}},
@@ -433,6 +438,7 @@ static const call_rule workspace_rules[] = {
     {ONE_PASS, &plain, "must be at least ", {ADD(workspace_size, -1)}},
     {PARTIAL, &plain, "must be aligned to 64 bytes", {ADD(workspace, 1)}},
     {ATTENTION_BACKWARD, &attention, "must be at least ", {ADD(workspace_size, -1)}},
+    {STATS, &plain, "workspace=NULL: must point to ", {NO(workspace)}},
 };
 
 /* Tensors in the workspace. A GPU may need none. */
