@@ -1,5 +1,6 @@
 """Distillation on several processes: run by test_hf_distributed.py with torchrun. Prints one line per case that works."""
 
+import tempfile
 import warnings
 
 import pytest
@@ -203,17 +204,42 @@ def accelerate_context_parallel():
     check_context_parallel(student, loss, tokens, positions)
 
 
+def tensor_parallel():
+    """A rank would compare its own heads alone: models that transformers has split over heads are refused."""
+    world, folder = dist.get_world_size(), [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    llama().save_pretrained(folder[0])  # rank 0 writes
+    dist.barrier()
+    split = type(llama()).from_pretrained(folder[0], tp_plan="auto")
+    own = split.model.layers[0].self_attn.q_proj.weight
+    assert getattr(own, "to_local", lambda: own)().shape[0] == 32 // world  # the heads are split
+    for pair, role in ((split, llama()), "teacher"), ((llama(), split), "student"):
+        refused(lambda: AttentionDistiller(*pair), f"{role}: LlamaForCausalLM is tensor parallel (tp_size={world})")
+
+
+def refused(call, message):
+    """Every rank raises the error: none of them waits for the others."""
+    try:
+        call()
+    except ValueError as error:
+        assert message in str(error), error
+    else:
+        raise AssertionError(f"not refused: {message}")
+
+
 CASES = (
     ddp, ddp_with_loss, fsdp2, fsdp2_both, fsdp2_sinks, accelerate_loop, context_parallel_group, context_parallel_region,
-    accelerate_context_parallel,
+    accelerate_context_parallel, tensor_parallel,
 )  # fmt: skip
 
 
 def lacks(case):
-    """FSDP2 of torch 2.6 does not run on CPUs, and accelerate 1.4 has no context parallelism."""
+    """What cannot run here: FSDP2 of torch 2.6 does not run on CPUs, and accelerate 1.4 has no context parallelism."""
     import accelerate
 
     has_fsdp2, has_context = hasattr(torch.cpu.Stream, "record_event"), hasattr(accelerate, "ParallelismConfig")
+    if case is tensor_parallel:
+        return torch.cuda.is_available()  # transformers would split the model over the GPUs
     return ("fsdp2" in case.__name__ and not has_fsdp2) or (case is accelerate_context_parallel and not has_context)
 
 
@@ -226,7 +252,7 @@ def main():
             case()
         dist.barrier()
         if dist.get_rank() == 0:
-            print(f"{case.__name__} {'works' if is_possible else 'needs newer releases'}", flush=True)
+            print(f"{case.__name__} {'works' if is_possible else 'cannot run here'}", flush=True)
     dist.destroy_process_group()
 
 

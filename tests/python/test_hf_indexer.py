@@ -147,6 +147,14 @@ def test_a_model_without_indexers_is_refused():
         trainer.backward(input_ids=torch.zeros(1, 4, dtype=torch.long), stage="both")
 
 
+def test_a_tensor_parallel_model_is_refused():
+    """The target is the mean over all heads, and a rank would have some of them."""
+    model = make_model("deepseek_v32")
+    model._tp_size = 2  # what from_pretrained(..., tp_plan="auto") sets
+    with pytest.raises(ValueError, match=r"model: DeepseekV32ForCausalLM is tensor parallel \(tp_size=2\).*without tp_plan"):
+        IndexerTrainer(model)
+
+
 def test_a_distiller_names_the_trainer_of_indexers():
     teacher, student = make_model("deepseek_v32"), make_model("deepseek_v32", seed=1)
     with AttentionDistiller(teacher, student) as distiller:

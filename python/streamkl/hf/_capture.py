@@ -60,6 +60,16 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
     return inside
 
 
+def refuse_tensor_parallel(model: Any, role: str) -> None:
+    """Refuses a model whose attention heads are on several ranks: its KL would cover the heads of this rank alone."""
+    if (size := getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"{role}: {type(model).__name__} is tensor parallel (tp_size={size}), so a rank holds some of its attention heads, and loss "
+            "and gradients would be wrong: must have tp_size=1. Load it without tp_plan and tp_size; AttentionDistiller works with "
+            "FSDP2, which splits the parameters"
+        )
+
+
 @dataclass(eq=False)
 class Step:
     """One forward of a model: its arguments, and the calls of its attention."""

@@ -45,7 +45,7 @@ def capture(model: torch.nn.Module) -> Iterator[Layers]:
     """Queries, keys, values, LSEs and masks of every attention layer of the model's last forward.
 
     The tensors are those of the model, with their graph. They stay after the block, as long as the layers do. A layer whose
-    attention is not modeled says so in ``refusal``.
+    attention is not modeled says so in ``refusal``. A rank of a tensor-parallel model finds its own heads.
 
     Example::
 

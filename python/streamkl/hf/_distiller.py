@@ -15,7 +15,7 @@ from .._options import Parallel, check_choice, check_flags, is_whole
 from . import _maps as maps
 from ._adapters import adapters_are_off, base_model, check_base_is_teacher, modes_of, peft_model, restore_modes
 from ._attention import Call
-from ._capture import Capture, Step, Verify
+from ._capture import Capture, Step, Verify, refuse_tensor_parallel
 from ._context import active_region, parallel_of
 from ._explain import Explanation, FusedPair
 from ._inputs import check_packing, check_same_input, predicts_next_token, run_teacher
@@ -143,6 +143,8 @@ class AttentionDistiller:
         elif self.teacher.model is self.student.model:
             raise ValueError("teacher: must be another model than the student; copy.deepcopy(student) makes one, and "
                              "teacher=None is the base model of a PEFT student")  # fmt: skip
+        for capture in (self.teacher, self.student):
+            refuse_tensor_parallel(capture.model, capture.role)
         self.layer_map, self.head_map = maps.layer_map_of(layer_map), maps.head_map_of(head_map)
         check_flags(check_input=check_input, fused=fused, fused_values=fused_values)
         check_choice("direction", direction, ("forward", "reverse", "auto"))

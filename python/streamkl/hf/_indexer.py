@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .._options import IndexerOptions, check_choice
 from ..indexer import indexer_kl
+from ._capture import refuse_tensor_parallel
 from ._keys import Refused, keys_of_tensor
 
 ATTENTION = "streamkl_indexer"
@@ -104,6 +105,7 @@ class IndexerTrainer:
         indexers = [(name, m) for name, m in model.named_modules() if name.endswith("indexer") and hasattr(m, "index_topk")]
         if not indexers:
             raise ValueError(f"{type(model).__name__}: has no indexers; axk2, deepseek_v32, glm_moe_dsa and hy_v4 models have")
+        refuse_tensor_parallel(model, "model")  # the target is the mean over all heads
         self.model, self.indexers = model, dict(indexers)
         model.requires_grad_(False)
         for indexer in self.indexers.values():

@@ -37,7 +37,8 @@ class AttentionStats:
                 print(layer, found.entropy.mean().item(), found.key_sum[0, :, 0])
 
     Args:
-        model: a transformers model, also inside DDP, FSDP, torch.compile or peft.
+        model: a transformers model, also inside DDP, FSDP, torch.compile or peft. A rank of a tensor-parallel model finds its
+            own heads.
         want, options: those of :func:`streamkl.attention_stats`, except masks, scales and sinks, which are the model's.
     """
 
