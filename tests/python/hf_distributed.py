@@ -1,5 +1,6 @@
 """Distillation on several processes: run by test_hf_distributed.py with torchrun. Prints one line per case that works."""
 
+import re
 import tempfile
 import warnings
 
@@ -166,6 +167,36 @@ def context_parallel_group():
     check_context_parallel(student, loss, tokens, positions)
 
 
+def context_parallel_padding():
+    """Attention over shards receives no mask. A rank without padding, or with one of the sequences alone, refuses them, too."""
+    from streamkl.parallel import shard
+
+    tokens, positions = context_inputs()
+    length = tokens.shape[1]
+    mask = (torch.arange(length) < length - 2).long().expand_as(tokens).clone()
+    packed = (torch.arange(length) % (length // dist.get_world_size())).expand_as(tokens).clone()
+    teacher, student = context_parallel_models()
+
+    def loss_of_shards(layout="contiguous", weight=None, **inputs):
+        parallel = streamkl.Parallel(dist.group.WORLD, layout=layout)
+        with AttentionDistiller(teacher, student, verify="never", parallel=parallel) as distiller, torch.no_grad():
+            own = {name: shard(each, dist.group.WORLD, layout=layout) for name, each in inputs.items()}
+            student(input_ids=shard(tokens, dist.group.WORLD, layout=layout), use_cache=False, **own)
+            weight = None if weight is None else shard(weight, dist.group.WORLD, layout=layout)
+            return distiller.loss(row_weight=weight)
+
+    message = "attention_mask hides tokens, and padding is not supported under context parallelism"
+    refused(lambda: loss_of_shards(position_ids=positions, attention_mask=mask), message)
+    message = "position_ids decrease along the sequence.*layout='contiguous'"
+    refused(lambda: loss_of_shards(position_ids=packed), message)
+    refused(lambda: loss_of_shards(position_ids=positions.flip(1)), message)
+
+    whole = dict(input_ids=tokens, attention_mask=mask, position_ids=positions)
+    expected = loss_of(*models(), whole).detach()
+    found = loss_of_shards("zigzag", mask.float(), position_ids=positions, attention_mask=torch.ones_like(mask))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # the way out that the message names
+
+
 def context_parallel_region():
     """torch's region, which accelerate opens, too: the distiller finds its mesh and its layout."""
     from torch.distributed.tensor.experimental import context_parallel
@@ -214,7 +245,7 @@ def tensor_parallel():
     own = split.model.layers[0].self_attn.q_proj.weight
     assert getattr(own, "to_local", lambda: own)().shape[0] == 32 // world  # the heads are split
     for pair, role in ((split, llama()), "teacher"), ((llama(), split), "student"):
-        refused(lambda: AttentionDistiller(*pair), f"{role}: LlamaForCausalLM is tensor parallel (tp_size={world})")
+        refused(lambda: AttentionDistiller(*pair), f"{role}: LlamaForCausalLM is tensor parallel .tp_size={world}.")
 
 
 def refused(call, message):
@@ -222,14 +253,14 @@ def refused(call, message):
     try:
         call()
     except ValueError as error:
-        assert message in str(error), error
+        assert re.search(message, str(error)), error
     else:
         raise AssertionError(f"not refused: {message}")
 
 
 CASES = (
     ddp, ddp_with_loss, fsdp2, fsdp2_both, fsdp2_sinks, accelerate_loop, context_parallel_group, context_parallel_region,
-    accelerate_context_parallel, tensor_parallel,
+    accelerate_context_parallel, tensor_parallel, context_parallel_padding,
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from streamkl import Parallel
 from streamkl.hf import AttentionDistiller
 from streamkl.hf._capture import _configs
 from streamkl.hf._compare import compare_captured
+from streamkl.hf._inputs import check_shards
 from streamkl.hf._maps import check_against_configs
 from streamkl.hf._pairs import Pair
 from streamkl.hf._parameters import _tensors
@@ -436,6 +438,25 @@ def test_what_context_parallelism_does_not_have(options, message):
             warnings.simplefilter("error")  # verify="never": nothing is said about proofs
             with pytest.raises(ValueError, match=message):
                 distiller.loss()
+
+
+@pytest.mark.parametrize("name, given, message", [
+    ("attention_mask", [[1, 1, 1, 0]], "attention_mask hides tokens, .*pad at the end, leave it out, and pass loss"),
+    ("attention_mask", [[1, 1, 1, 1]], None),
+    ("position_ids", [[3, 4, 5, 5]], None),
+    ("position_ids", [[0, 1, 0, 1]], "position_ids decrease along the sequence, in the order of layout='zigzag', and packed"),
+    ("position_ids", [[[0, 1, 0, 1]]] * 3, "position_ids decrease along the sequence"),
+    ("position_ids", [[[0, 1, 1, 2]], [[0, 2, 1, 3]], [[0, 1, 2, 3]]], None),  # an image: only time does not decrease
+    ("position_ids", [[0, 1, 2, 0, 1, 2, 3, 4]], None),  # of whole sequences: the region has ended
+    ("cu_seq_lens_q", [0, 2, 4], "cu_seq_lens_q names several sequences, and packed sequences are not supported"),
+    ("cu_seq_lens_q", [0, 4], None),
+])  # fmt: skip
+def test_shards_of_padded_and_packed_sequences_are_refused(name, given, message):
+    model = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False))
+    student = SimpleNamespace(model=model, step=SimpleNamespace(arguments=lambda: {name: torch.tensor(given)}))
+    layers = [SimpleNamespace(q=torch.zeros(1, 2, 4, 8))]
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        check_shards(student, layers, "self", Parallel())
 
 
 def test_no_comparison_of_shards():

@@ -18,7 +18,7 @@ from ._attention import Call
 from ._capture import Capture, Step, Verify, refuse_tensor_parallel
 from ._context import active_region, parallel_of
 from ._explain import Explanation, FusedPair
-from ._inputs import check_packing, check_same_input, predicts_next_token, run_teacher
+from ._inputs import check_packing, check_same_input, check_shards, predicts_next_token, run_teacher
 from ._keys import Refused
 from ._layers import Kind, Layer, early_layer, towers_of
 from ._pair_proof import prove_pair
@@ -409,12 +409,15 @@ class AttentionDistiller:
             )
             raise RuntimeError(f"AttentionDistiller: {how}")
         self._check_region(self.teacher)
-        self.teacher.is_split = self.student.is_split = self.parallel() is not None
+        parallel = self.parallel()
+        self.teacher.is_split = self.student.is_split = parallel is not None
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
-        if not self.student.is_split:
+        if parallel is None:
             check_packing(self.student, "student", layers_s)
             check_packing(self.student, "teacher", layers_t)
-        elif self._verify != "never":
+        else:
+            check_shards(self.student, layers_s, self.attention, parallel)
+        if parallel is not None and self._verify != "never":
             warnings.warn(
                 "AttentionDistiller: layers that run on shards of their sequences (context parallelism) are not proven: compare their "
                 "loss with that of whole sequences once, then pass verify='never'", stacklevel=5,

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from .._options import Parallel
 from ._capture import Capture
-from ._layers import Layer
+from ._layers import Kind, Layer
 
 _NOT_COMPARED = {"past_key_values", "inputs_embeds", "decoder_inputs_embeds", "cache_position"}
 # Inputs of a model's own loss: they change no attention.
@@ -185,3 +186,42 @@ def check_packing(student: Capture, role: str, layers: list[Layer]) -> None:
                 f"{role}: position_ids begin again before row {row}, but {layer.name} attends to the keys before: packed sequences "
                 "need use_cache=False and no attention_mask"
             )
+
+
+def check_shards(student: Capture, layers: list[Layer], attention: Kind, parallel: Parallel) -> None:
+    """Refuses padding and packed sequences under context parallelism: an attention over shards receives no mask that shows them.
+
+    The ranks exchange what they have read, so that all of them raise the error: the others would wait for one that does.
+    """
+    from ..parallel import Groups, unshard
+    from ..parallel._layout import check_lengths
+
+    groups, given = Groups(parallel), student.step.arguments()
+    device, length = layers[0].q.device, layers[0].q.shape[2]
+    is_decoder = student.model.config.is_encoder_decoder and attention == "self"
+    for name in _MASKS if attention == "cross" else [_MASKS[is_decoder]]:
+        mask = given.get(name)
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            continue
+        hides = (mask == 0).any().long().to(device)[None]
+        if bool((hides if groups.cp is None else unshard(hides, groups.cp, 0, layout="contiguous")).any()):
+            raise ValueError(
+                f"AttentionDistiller: {name} hides tokens, and padding is not supported under context parallelism: must be left out or all "
+                "ones. For a causal model, pad at the end, leave it out, and pass loss(row_weight=...) with 0 for padding"
+            )
+    bounds = given.get("cu_seq_lens_q")
+    fault = "cu_seq_lens_q names several sequences" if isinstance(bounds, torch.Tensor) and len(bounds) > 2 else None
+    positions = given.get("decoder_position_ids" if is_decoder else "position_ids")
+    if isinstance(positions, torch.Tensor) and positions.shape[-1] == length:
+        positions = positions[0] if positions.dim() == 3 else positions  # rotary variants: the first row is time
+        check_lengths(groups.layout, "position_ids", length, None)
+        positions = positions.to(device)
+        if groups.cp is not None:
+            positions = unshard(positions, groups.cp, -1, layout=groups.layout.name)
+        if bool((positions.diff(dim=-1) < 0).any()):
+            fault = f"position_ids decrease along the sequence, in the order of layout={groups.layout.name!r}"
+    if fault is not None:
+        raise ValueError(
+            f"AttentionDistiller: {fault}, and packed sequences are not supported under context parallelism: each row of the batch must be "
+            "one sequence, cut as streamkl.parallel.shard cuts it; pass the layout of your shards in parallel=streamkl.Parallel(...)"
+        )
