@@ -7,8 +7,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import batch, gpt_oss, llama, loss_of
+from hf_models import batch, gemma2, gpt_oss, llama, loss_of
 from torch.nn.parallel import DistributedDataParallel
+from transformers import MistralConfig, MistralForCausalLM
 
 import streamkl
 from streamkl.hf import AttentionDistiller
@@ -102,17 +103,23 @@ def accelerate_loop():
     compare(accelerator.unwrap_model(student))
 
 
-def cp_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+def cp_attention(
+    module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, **kwargs
+):
     """Attention over the zigzag shards of all ranks: what torch's context parallelism computes, on a CPU."""
     from torch.distributed.nn.functional import all_gather
 
     world, length = dist.get_world_size(), query.shape[2]
     order = torch.argsort(torch.cat([shard_positions(length, rank) for rank in range(world)]))
     keys, values = (torch.cat(all_gather(each.contiguous()), 2)[:, :, order] for each in (key, value))
-    seen = torch.arange(world * length) <= shard_positions(length, dist.get_rank())[:, None]
+    position = shard_positions(length, dist.get_rank())[:, None]
+    seen = torch.arange(world * length) <= position
+    if sliding_window is not None:
+        seen = seen & (torch.arange(world * length) > position - sliding_window)
     keys, values = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (keys, values))
-    logits = (scaling * query @ keys.mT).masked_fill(~seen, -torch.inf)
-    return (logits.softmax(-1) @ values).transpose(1, 2), None
+    logits = scaling * query @ keys.mT
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(1, 2), None
 
 
 def shard_positions(length, rank):
@@ -121,13 +128,13 @@ def shard_positions(length, rank):
     return torch.cat([rank * half + chunk, (2 * world - 1 - rank) * half + chunk])
 
 
-def context_parallel_models():
+def context_parallel_models(make=models, implementation="cp_attention"):
     from transformers import AttentionInterface
 
-    AttentionInterface.register("cp_attention", cp_attention)
-    pair = models()
+    AttentionInterface.register(implementation, cp_attention)
+    pair = make()
     for model in pair:
-        model.set_attn_implementation("cp_attention")
+        model.config._attn_implementation_internal = implementation  # transformers has no flash attention for a CPU
     return pair
 
 
@@ -137,9 +144,9 @@ def context_inputs():
     return tokens, torch.arange(tokens.shape[1])[None].expand_as(tokens).contiguous()
 
 
-def check_context_parallel(student, loss, tokens, positions):
+def check_context_parallel(student, loss, tokens, positions, make=models):
     """Loss and averaged gradients are those of one process with whole sequences."""
-    teacher_whole, student_whole = models()
+    teacher_whole, student_whole = make()
     expected = loss_of(teacher_whole, student_whole, dict(input_ids=tokens, position_ids=positions))
     expected.backward()
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-7)
@@ -165,6 +172,40 @@ def context_parallel_group():
         assert any("context parallelism) are not proven" in str(each.message) for each in warned)
         loss.backward()
     check_context_parallel(student, loss, tokens, positions)
+
+
+def context_parallel_windows():
+    """Windows count in the whole sequence: a shard of 8 tokens does not show one of 12, and no mask shows any."""
+    from streamkl.parallel import shard
+
+    tokens, positions = context_inputs()
+    own = dict(input_ids=shard(tokens, dist.group.WORLD), position_ids=shard(positions, dist.group.WORLD))
+    parallel = streamkl.Parallel(dist.group.WORLD)
+    longer = 8 * dist.get_world_size() - 4
+    for windows in (5, 5), (longer, longer), (longer, 5), (5, longer), (100, longer):
+
+        def make(windows=windows):
+            """Every other layer has a window, so the default layer map depends on them."""
+            torch.manual_seed(0)
+            return gemma2(layers=4, window=windows[0]), gemma2(layers=2, window=windows[1])
+
+        for implementation in "cp_attention", "flash_attention_2":
+            teacher, student = context_parallel_models(make, implementation)
+            with AttentionDistiller(teacher, student, parallel=parallel, verify="never") as distiller:
+                student(**own)
+                loss = distiller.loss()
+                loss.backward()
+            check_context_parallel(student, loss, tokens, positions, make)
+
+    config = MistralConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        sliding_window=longer,
+    )  # fmt: skip
+    teacher, student = MistralForCausalLM(config), MistralForCausalLM(config)
+    with AttentionDistiller(teacher, student, parallel=parallel, verify="never") as distiller:
+        student(input_ids=own["input_ids"])
+        message = f"layer 0 .* has a sliding window of {longer} tokens, which attn_implementation='sdpa' did not apply"
+        refused(distiller.loss, message)
 
 
 def context_parallel_padding():
@@ -260,7 +301,7 @@ def refused(call, message):
 
 CASES = (
     ddp, ddp_with_loss, fsdp2, fsdp2_both, fsdp2_sinks, accelerate_loop, context_parallel_group, context_parallel_region,
-    accelerate_context_parallel, tensor_parallel, context_parallel_padding,
+    accelerate_context_parallel, tensor_parallel, context_parallel_padding, context_parallel_windows,
 )  # fmt: skip
 
 

@@ -13,4 +13,4 @@ def test_two_processes():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
     assert answer.returncode == 0, answer.stderr[-3000:]
-    assert answer.stdout.count(" works\n") + answer.stdout.count(" cannot run here\n") == 11, answer.stdout
+    assert answer.stdout.count(" works\n") + answer.stdout.count(" cannot run here\n") == 12, answer.stdout

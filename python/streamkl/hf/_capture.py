@@ -373,7 +373,7 @@ class Capture:
     ) -> None:
         self.model, self.role, self.needs_values, self.carries = unwrap(model, role), role, needs_values, carries
         self.verify: Verify = verify
-        self.is_split = False  # the attention reads keys of other ranks
+        self.ranks: int | None = None  # how many hold the shards of a sequence; None: it is whole
         self.keep_graph = False  # a forward without gradients does not replace one with gradients
         self.must_be_eval = False  # each forward runs in eval mode, whatever the owner of the model has called
         self.takes: Callable[[], bool] = lambda: True  # whether a forward of the model belongs to this role
@@ -452,12 +452,12 @@ class Capture:
             return []
         if self._layers is None:
             self._layers = as_layers(
-                self.step.calls, self.step.read_keys, self.model, self.role, self._needs_proof, self._proven
+                self.step.calls, self.step.read_keys, self.model, self.role, self._needs_proof, self._proven, self.ranks
             )
         return self._layers
 
     def _needs_proof(self, call: Call) -> bool:
-        return not self.is_split and self._recorder is not None and self._recorder.wants_proof(call)
+        return self.ranks is None and self._recorder is not None and self._recorder.wants_proof(call)
 
     def _proven(self, call: Call) -> None:
         if self._recorder is not None and call.probe is not None:

@@ -42,6 +42,15 @@ def _layout(module: Any) -> ShardLayout:
     return "zigzag" if module._cp_options.enable_load_balance else "contiguous"
 
 
+def ranks_of(parallel: Parallel | None) -> int | None:
+    """How many ranks hold the shards of a sequence; None: it is whole."""
+    if parallel is None:
+        return None
+    from ..parallel import Groups  # torch may lack torch.distributed
+
+    return Groups(parallel).layout.world
+
+
 def parallel_of(region: Region | None, asked: Parallel) -> Parallel | None:
     """The groups of attention_kl for a student that ran in `region`; None if it holds whole sequences.
 

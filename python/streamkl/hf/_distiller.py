@@ -16,7 +16,7 @@ from . import _maps as maps
 from ._adapters import adapters_are_off, base_model, check_base_is_teacher, modes_of, peft_model, restore_modes
 from ._attention import Call
 from ._capture import Capture, Step, Verify, refuse_tensor_parallel
-from ._context import active_region, parallel_of
+from ._context import active_region, parallel_of, ranks_of
 from ._explain import Explanation, FusedPair
 from ._inputs import check_packing, check_same_input, check_shards, predicts_next_token, run_teacher
 from ._keys import Refused
@@ -410,7 +410,7 @@ class AttentionDistiller:
             raise RuntimeError(f"AttentionDistiller: {how}")
         self._check_region(self.teacher)
         parallel = self.parallel()
-        self.teacher.is_split = self.student.is_split = parallel is not None
+        self.teacher.ranks = self.student.ranks = ranks_of(parallel)
         layers_t, layers_s = self._layers(self.teacher), self._layers(self.student)
         if parallel is None:
             check_packing(self.student, "student", layers_s)

@@ -50,6 +50,7 @@ class Layer:
     handle: CarriedKL | None = None  # None: its backward cannot carry the KL
     apart: str | None = None  # why the backward cannot carry the KL
     refusal: str | None = None  # why its attention is not modeled
+    window: int | None = None  # the sliding window in the whole sequence, of a shard: `keys` are those of the shard alone
 
     @property
     def causal(self) -> bool:
@@ -74,22 +75,23 @@ class Layer:
 
 
 def as_layers(
-    calls: list[Call], read: Callable[[Call], Keys], model: Any, role: str, needs_proof, proven
+    calls: list[Call], read: Callable[[Call], Keys], model: Any, role: str, needs_proof, proven, ranks: int | None = None
 ) -> list[Layer]:
     """The layers of a forward, in the order in which they ran. `needs_proof(call)` says whether to prove one, `proven(call)`
-    learns that it is."""
+    learns that it is. `ranks` hold the shards of a sequence; None: it is whole."""
     names = {module: name for name, module in model.named_modules()}
     encoder, towers = _encoder_modules(model), _towers(model)
     layers: list[Layer] = []
     for number, (call, parts) in enumerate(_of_layers(calls)):
         name = names.get(call.module, type(call.module).__name__)
-        refusal, keys = None, None
+        refusal, keys, window = None, None, None
         try:
             _refuse_features(call)
             if parts > 1:
                 raise Refused(f"runs its attention in {parts} parts, once for each image or window")
             keys = read(call)
             counted = _counted(keys)
+            window = None if ranks is None else _window_of_shards(call, ranks)
             if needs_proof(call):
                 prove(call, keys, counted)
                 proven(call)
@@ -99,7 +101,7 @@ def as_layers(
         if kind == "cross":
             of_decoder = [layer.counted for layer in layers if layer.kind == "self"]
             counted = of_decoder[-1] if of_decoder else None
-        layers.append(_layer(call, name, kind, _tower(name, towers), keys, counted, refusal))
+        layers.append(_layer(call, name, kind, _tower(name, towers), keys, counted, refusal, window))
     return layers
 
 
@@ -109,10 +111,10 @@ def early_layer(call: Call, keys: Keys) -> Layer:
     return _layer(call, "", "self", "", keys, _counted(keys), None)
 
 
-def _layer(call: Call, name: str, kind: Kind, tower: str, keys, counted, refusal) -> Layer:
+def _layer(call: Call, name: str, kind: Kind, tower: str, keys, counted, refusal, window: int | None = None) -> Layer:
     return Layer(
         name, kind, tower, call.query, call.key, call.value, call.lse, scale_of(call), call.softcap, call.sink, keys, counted,
-        call.has_graph, call.handle, call.apart, refusal,
+        call.has_graph, call.handle, call.apart, refusal, window,
     )  # fmt: skip
 
 
@@ -189,6 +191,23 @@ def towers_of(model: Any) -> list[str]:
 
 
 # ---- Visible keys -----------------------------------------------------------------------------------
+
+
+# Implementations that learn of a window from their mask alone; all others take it as an argument.
+_WINDOW_IN_MASK = ("eager", "sdpa", "flex_attention")
+
+
+def _window_of_shards(call: Call, ranks: int) -> int | None:
+    """The sliding window of a call on a shard; None: it is not shorter than the whole sequence."""
+    window = call.options.get("sliding_window")
+    if window is None or window >= ranks * call.key.shape[2]:
+        return None
+    if call.mask is None and call.implementation in _WINDOW_IN_MASK:
+        raise Refused(
+            f"has a sliding window of {window} tokens, which attn_implementation={call.implementation!r} did not apply: it takes it from "
+            "a mask, and received none for its shard of the sequence"
+        )
+    return window
 
 
 def _refuse_features(call: Call) -> None:

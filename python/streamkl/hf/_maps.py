@@ -178,12 +178,12 @@ def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list
     widest = max((layer.keys.count for layer in (*teacher, *student) if layer.keys is not None), default=0)
 
     def is_local(layer: Layer) -> bool:
-        return layer.keys is not None and layer.keys.count < widest
+        return layer.keys is not None and (layer.keys.count < widest or layer.window is not None)
 
     same_keys = cache(Keys.equals)  # layers share their keys, and every comparison waits for the GPU
 
     def has_same_keys(a: Layer, b: Layer) -> bool:
-        return a.keys is not None and b.keys is not None and same_keys(a.keys, b.keys)
+        return a.keys is not None and b.keys is not None and a.window == b.window and same_keys(a.keys, b.keys)
 
     def of(i: int) -> int:
         same = [j for j, layer in enumerate(teacher) if has_same_keys(layer, student[i])]

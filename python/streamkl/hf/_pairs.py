@@ -75,6 +75,11 @@ def _same(made_of: tuple, now: tuple) -> bool:
     return made_of[0] is now[0] and made_of[1] is now[1] and made_of[2] == now[2]
 
 
+def _narrower(side: int, limit: int) -> int:
+    """One side of a window_size, whose -1 is no limit, and at most `limit`."""
+    return limit if side < 0 else min(side, limit)
+
+
 @dataclass
 class Pair:
     where: str
@@ -190,12 +195,16 @@ class Pair:
         return (term, (self.t.q, rows, direction)) if runs else None
 
     def _of_shards(self, options: dict[str, Any], rows: Rows) -> dict[str, Any]:
-        """The LSEs of a model may be those of its own keys alone."""
+        """Options that hold for the whole sequence: windows may be longer than a shard, and LSEs may be those of its keys alone."""
         if rows.queries is not None:
             raise ValueError(
                 f"{self.where}: padding and packed sequences are not supported under context parallelism"
             )
-        return {**options, "lse_t": None, "lse_s": None}
+        left, right = options["window_size"]
+        for layer in self.t, self.s:
+            if layer.window is not None:
+                left, right = (_narrower(side, layer.window - 1) for side in (left, right))
+        return {**options, "window_size": (left, right), "lse_t": None, "lse_s": None}
 
     def row_losses(self, direction: Direction, cache: RowCache, temperature: float = 1.0) -> torch.Tensor:
         """The attention KL of each row, [batch, heads_s, len_q], NaN for padding; not multiplied by temperature**2."""
