@@ -147,6 +147,18 @@ def test_a_model_without_indexers_is_refused():
         trainer.backward(input_ids=torch.zeros(1, 4, dtype=torch.long), stage="both")
 
 
+def test_a_wrapper_is_refused():
+    """It has no config, whose attention a step replaces. DDP would not average gradients that it has not computed."""
+    model = make_model("deepseek_v32")
+    wrapper = torch.nn.Sequential(model)
+    with pytest.raises(TypeError, match="model: Sequential must be a transformers model: pass the model inside. On several"):
+        IndexerTrainer(wrapper)
+    wrapper.config = {}
+    with pytest.raises(TypeError, match="model: Sequential must be a transformers model"):
+        IndexerTrainer(wrapper)
+    assert all(each.requires_grad for each in model.parameters())  # nothing has changed
+
+
 def test_a_tensor_parallel_model_is_refused():
     """The target is the mean over all heads, and a rank would have some of them."""
     model = make_model("deepseek_v32")

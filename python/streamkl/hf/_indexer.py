@@ -99,12 +99,20 @@ class IndexerTrainer:
 
     A layer without an indexer of its own uses the list of the last one before it, and teaches that indexer, too. Sinks belong
     to the teacher: the target is its distribution on the keys.
+
+    Args:
+        model: a transformers model, not inside DDP: on several processes, average the gradients of `parameters()` over them.
     """
 
     def __init__(self, model: Any) -> None:
         indexers = [(name, m) for name, m in model.named_modules() if name.endswith("indexer") and hasattr(m, "index_topk")]
         if not indexers:
             raise ValueError(f"{type(model).__name__}: has no indexers; axk2, deepseek_v32, glm_moe_dsa and hy_v4 models have")
+        if not hasattr(getattr(model, "config", None), "_attn_implementation"):
+            raise TypeError(
+                f"model: {type(model).__name__} must be a transformers model: pass the model inside. On several processes, average the "
+                "gradients of trainer.parameters() before optimizer.step()"
+            )
         refuse_tensor_parallel(model, "model")  # the target is the mean over all heads
         self.model, self.indexers = model, dict(indexers)
         model.requires_grad_(False)
