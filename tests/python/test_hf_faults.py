@@ -404,6 +404,17 @@ def test_a_context_parallel_region_without_a_known_group_is_an_error():
             torch_region._disable_cp_dtensor_dispatcher()
 
 
+def test_parallel_needs_a_forward():
+    student = llama()
+    with AttentionDistiller(llama(), student) as distiller:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"parallel\(\) tells how the last forward of the student ran, and it has not run"):
+                distiller.parallel()
+            student(**batch())
+            assert distiller.parallel() is None
+            distiller.loss()
+
+
 def test_a_teacher_whose_forward_is_not_captured():
     teacher, student = llama(), llama()
     with AttentionDistiller(teacher, student) as distiller:

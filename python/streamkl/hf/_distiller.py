@@ -453,7 +453,16 @@ class AttentionDistiller:
             )
 
     def parallel(self) -> Parallel | None:
-        """The groups of attention_kl, if the student ran on shards of its sequences."""
+        """The groups of attention_kl, if the student ran on shards of its sequences.
+
+        Raises:
+            RuntimeError: the student has not run since the last loss(), or nobody knows over which ranks its sequences are split.
+        """
+        if not self.student.has_run:
+            raise RuntimeError(
+                "AttentionDistiller: parallel() tells how the last forward of the student ran, and it has not run since the last loss(): "
+                "run it while the distiller is attached, and call parallel() before loss()"
+            )
         return parallel_of(self.student.step.region, self._asked_parallel)
 
     def _layers(self, capture: Capture) -> list[Layer]:
