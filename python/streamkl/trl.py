@@ -13,5 +13,6 @@ from .hf import DistillationMixin
 class AttentionDistillationTrainer(DistillationMixin, trl.DistillationTrainer):
     """TRL's DistillationTrainer with the attention KL: one forward of ``teacher_model`` serves both losses.
 
-    Its arguments are those of both: see :class:`streamkl.hf.DistillationMixin`. ``use_liger_kernel`` is refused.
+    Its arguments are those of both: see :class:`streamkl.hf.DistillationMixin`. ``use_liger_kernel``
+    needs ``liger_kernel_config={"fused_linear_cross_entropy": False}``: Liger's fused losses are refused.
     """

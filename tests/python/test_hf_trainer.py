@@ -1,10 +1,12 @@
 """DistillationTrainer: logs, evaluation and checkpoints. test_hf_trainer_steps.py has its gradients."""
 
 import copy
+import re
 
 import hf_architectures
 import pytest
 import torch
+import transformers
 from hf_models import batch, llama
 from hf_trainer_cases import TRAINERS, arguments
 
@@ -126,12 +128,30 @@ def test_trl_runs_the_teacher_once(tmp_path):
     assert entry["attention_kl"] > 0
 
 
-def test_liger_is_refused(tmp_path):
-    class LigerTrainer(DistillationTrainer):
-        use_liger_loss = True
+@pytest.mark.parametrize("name", ["use_liger_loss", "use_liger_gkd_loss"])
+def test_a_trainer_with_a_loss_of_liger_is_refused(tmp_path, name):
+    """Trainers of older releases of TRL set one of these."""
+    made = type("LigerTrainer", (DistillationTrainer,), {name: True})
+    with pytest.raises(ValueError, match=f"{name}=True: .*: pass use_liger_kernel=False"):
+        made(model=llama(), args=arguments(tmp_path), teacher=llama())
 
-    with pytest.raises(ValueError, match="use_liger_loss: .*: pass use_liger_kernel=False"):
-        LigerTrainer(model=llama(), args=arguments(tmp_path), teacher=llama())
+
+@pytest.mark.parametrize("name", ["plain", "sft", "gkd", "distillation"])
+def test_fused_losses_of_liger_are_refused(tmp_path, name):
+    """A fused loss replaces the forward of the model. Kernels of layers do not, and TRL's SFTTrainer asks for these alone."""
+    if not hasattr(transformers.trainer, "apply_liger_kernel"):
+        pytest.skip("Trainer of this release applies Liger in its constructor")
+    if name != "plain":
+        pytest.importorskip("trl")
+    message = "use_liger_kernel=True: .*: pass liger_kernel_config={'fused_linear_cross_entropy': False}, or use_liger_kernel=False"
+    try:
+        trainer = TRAINERS[name](tmp_path, dict(use_liger_kernel=True), {})
+    except ValueError as error:
+        assert re.search(message, str(error)), error
+    else:
+        assert name in ("sft", "gkd") and trainer.args.liger_kernel_config["fused_linear_cross_entropy"] is False
+    layers = dict(use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": False})
+    assert TRAINERS[name](tmp_path, layers, {}).distiller
 
 
 def test_options_are_checked(tmp_path):

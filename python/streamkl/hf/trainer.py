@@ -92,10 +92,7 @@ class DistillationMixin(_Trainer):
         teacher = teacher if teacher is not None else getattr(self, "teacher_model", None)
         if not 0 <= kl_until <= 1:
             raise ValueError(f"kl_until={kl_until!r}: must be 0..1, a share of the steps")
-        if getattr(self, "use_liger_loss", False):
-            raise ValueError(
-                "use_liger_loss: the attention KL is not tested with Liger's fused loss: pass use_liger_kernel=False"
-            )
+        _refuse_fused_losses(self)
         self.kl_weight, self.kl_until, self._distiller_options = kl_weight, kl_until, dict(distiller_options or {})
         if teacher is not None:
             unwrap(teacher, "teacher")  # refuses a path, with the call that loads it
@@ -265,6 +262,20 @@ class DistillationMixin(_Trainer):
         if "loss" in logs:
             logs.update(self._means[True].metrics(self.accelerator.gather))
         return super().log(logs, *args, **kwargs)
+
+
+def _refuse_fused_losses(trainer: Any) -> None:
+    """Refuses Liger's fused losses. One of them replaces the forward of the model."""
+    untested = "the attention KL is not tested with Liger's fused losses"
+    for name in "use_liger_loss", "use_liger_gkd_loss":  # trainers of older releases of TRL
+        if getattr(trainer, name, False):
+            raise ValueError(f"{name}=True: {untested}: pass use_liger_kernel=False")
+    asked = getattr(trainer.args, "liger_kernel_config", None) or {}
+    if trainer.args.use_liger_kernel and asked.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            f"use_liger_kernel=True: {untested}, of which one replaces the forward of the model: pass "
+            "liger_kernel_config={'fused_linear_cross_entropy': False}, or use_liger_kernel=False"
+        )
 
 
 class DistillationTrainer(DistillationMixin, Trainer):
