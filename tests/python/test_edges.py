@@ -114,13 +114,16 @@ IDS = torch.arange(6).view(2, 3)
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1]])
 
 
-def capture(**inputs):
+def forward(input_ids, attention_mask, decoder_attention_mask, position_ids, token_type_ids, labels): ...
+
+
+def capture(forward=forward, **inputs):
     step = SimpleNamespace(
         arguments=lambda: dict(input_ids=IDS, **inputs),
         versions_by_name=dict,
-        module=SimpleNamespace(main_input_name="input_ids"),
+        module=SimpleNamespace(main_input_name="input_ids", forward=forward),
     )
-    return SimpleNamespace(step=step)
+    return SimpleNamespace(step=step, model=SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=False)))
 
 
 @pytest.mark.parametrize("only", ["teacher", "student"])
@@ -132,7 +135,8 @@ def capture(**inputs):
         ("decoder_attention_mask", MASK, False),
         ("position_ids", torch.arange(3).expand(2, 3), True),
         ("position_ids", torch.tensor([[0, 1, 0]]), False),
-        ("token_type_ids", MASK, True),
+        ("token_type_ids", torch.zeros(2, 3), True),
+        ("token_type_ids", MASK, False),
         ("labels", IDS, True),
         ("use_cache", True, True),
     ],
@@ -152,6 +156,10 @@ def test_inputs_that_are_not_compared_hide_no_others():
     check_same_input(labels, capture(labels=IDS + 1))
     with pytest.raises(ValueError, match="the teacher ran on another attention_mask"):
         check_same_input(labels, capture(labels=IDS, attention_mask=MASK))
+
+
+def test_a_model_without_an_input_is_given_none():
+    check_same_input(capture(token_type_ids=MASK), capture(forward=lambda input_ids: ...))
 
 
 def test_models_that_read_different_inputs():
