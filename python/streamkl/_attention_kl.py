@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Literal, overload, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 

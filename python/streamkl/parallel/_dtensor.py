@@ -82,11 +82,10 @@ def _split_of(given: dict[str, Any], mesh, dim: int, heads: int) -> str:
     """What a mesh dimension splits: "batch", "heads", or nothing ("all")."""
     by_name = {name: given[name].placements[dim] for name in _TENSORS if given.get(name) is not None}
     meanings = {Replicate(): "all", Shard(0): "batch"}
-    has_heads = {
-        name: given[name].dim() == 4 for name in by_name
-    }  # of an indexer some tensors may lack that dimension
-    found = {name: meanings.get(placement, "heads" if placement == Shard(heads) and has_heads[name] else "?")
-             for name, placement in by_name.items()}  # fmt: skip
+    found = {}
+    for name, placement in by_name.items():
+        has_heads = given[name].dim() == 4  # some tensors of an indexer have no such dimension
+        found[name] = meanings.get(placement, "heads" if placement == Shard(heads) and has_heads else "?")
     # A single key head serves the query heads of all ranks.
     split = {kind for name, kind in found.items() if not _is_shared(given, name, found, heads)}
     if len(split) == 1 and "?" not in split:

@@ -51,7 +51,7 @@ class Groups:
         self.cp: Any = None if cp is None else group_of("parallel.context_group", cp)
         self.tp: Any = None if tp is None else group_of("parallel.tensor_group", tp)
         world = 1 if self.cp is None else dist.get_world_size(self.cp)
-        self.layout, self.comm, self.grads = (layout_of(parallel.layout, world), parallel.comm, parallel.gradients)
+        self.layout, self.comm, self.grads = layout_of(parallel.layout, world), parallel.comm, parallel.gradients
         given = loss if isinstance(loss, (list, tuple)) else [] if loss is None else [loss]
         self.loss: list[Any] = [group_of("parallel.loss_group", group) for group in given]
         if self.is_split:
@@ -112,11 +112,10 @@ class Groups:
         """The fault of this rank or of another one."""
         self._has_agreed = True
         shared = {name: values.get(name) for name in _SHARED}
-        # Ranks of the tensor group have teacher heads of their own; sinks of the others are copies of one parameter.
-        for group, equal in [(self.cp, shared)] * self.is_split + [
-            (self.tp, shared | {"sink_t": None})
-        ] * self._is_spread:
-            fault = _fault_of(agree, group, device, facts, equal, fault) or fault
+        if self.is_split:
+            fault = _fault_of(agree, self.cp, device, facts, shared, fault) or fault
+        if self._is_spread:  # ranks have teacher heads of their own; sinks of the others are copies of one parameter
+            fault = _fault_of(agree, self.tp, device, facts, shared | {"sink_t": None}, fault) or fault
         return fault
 
     def tell(self, fault: Exception, device: torch.device, reduces: bool) -> None:

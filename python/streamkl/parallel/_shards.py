@@ -125,18 +125,17 @@ class Shards:
     def _keys_of_indices(self) -> Any:
         """Keys of the shard that the indices of a row count in."""
         length = self._shard_lengths[1]
-        if isinstance(length, torch.Tensor):  # [total] as [total, 1, 1] or [1, total, 1]
-            length = length.unsqueeze(-1).unsqueeze(self.heads_dim)
-        return length
+        return self._as_indices(length) if isinstance(length, torch.Tensor) else length
+
+    def _as_indices(self, rows: torch.Tensor) -> torch.Tensor:
+        """One value per row, as it broadcasts to indices: [total] as [total, 1, 1] or [1, total, 1]."""
+        return rows.unsqueeze(-1).unsqueeze(self.heads_dim)
 
     def check_values(self) -> None:
         """What the library refuses in whole sequences, and cannot see in shards. Reads the values: for CPUs."""
         cu_q, _, key_lengths, *bounds = self.lengths
-        world, indices, row = (
-            self.layout.world,
-            self.tensors[-1],
-            torch.arange(self.tensors[0].shape[self.length_dim]),
-        )
+        world, indices = self.layout.world, self.tensors[-1]
+        row = torch.arange(self.tensors[0].shape[self.length_dim])
         is_read = row < (len(row) if cu_q is None else cu_q[-1])  # rows after the last sequence are not
         if key_lengths is not None:
             keys = world * self.tensors[1].shape[self.length_dim]
@@ -155,9 +154,7 @@ class Shards:
                 )
         if indices is not None:
             last = torch.as_tensor(world * self._keys_of_indices - 1).expand(indices.shape)
-            _require_range(
-                "indices", torch.where(is_read.unsqueeze(-1).unsqueeze(self.heads_dim), indices, -1), -1, last
-            )
+            _require_range("indices", torch.where(self._as_indices(is_read), indices, -1), -1, last)
 
     def _with_bounds(self, cu_seqlens_k, begin, end) -> Lengths:
         return Lengths(
