@@ -36,7 +36,7 @@ template <typename KERNEL>
 static cudaError_t launch_rows(KERNEL kernel, int64_t count, const skl_cuda_params *params,
                                const skl_cuda_launch *launch)
 {
-    const int64_t blocks_max = 1 << 16; /* grid-stride loops do the rest */
+    const int64_t blocks_max = 2048; /* grid-stride loops do the rest; more blocks take longer to start than to run */
     const int64_t blocks = skl_max(1, skl_min(blocks_max, skl_ceil_div(count, THREADS)));
     record_launch("cuda_general", launch->variant, 1);
     kernel<<<(unsigned)blocks, THREADS, 0, params->call.stream>>>(stats_params_of(params, launch));

@@ -3,11 +3,12 @@
  *
  *   X^T = K Q^T    P^T = 2^(scale X^T - lse)
  *
- * Bound: tensor cores, exponentials and shared memory, 256 clocks each per 64 keys x 64 queries at DIM = 128, and the
- * other arithmetic, six instructions per pair, competes with them.
+ * Bound: tensor cores, exponentials and shared memory, 256 clocks each per 64 keys x 64 queries at DIM = 128, and 324
+ * instructions, seven per pair and the loop. Without its wgmmas the loop takes 425 clocks, and with them 580: tensor
+ * cores and arithmetic share the register file (docs/design/gpu-kernels.md).
  *
- *   H200, 32 heads of 128, causal, N = 8,192, time of the KL forward: 0.77 (0.73 ms), WEIGHTED 0.96; heads of 64:
- * 0.77, heads of 256: 0.61
+ *   H200, 32 heads of 128, causal, N = 8,192, time of the KL forward: 0.75 (0.72 ms), WEIGHTED 0.96; heads of 64:
+ * 0.75, heads of 256: 0.60
  *
  *   registers  X^T of two stages (64); LSE, entropy, distance and maximum of 16 queries (64)
  *

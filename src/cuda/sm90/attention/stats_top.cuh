@@ -5,16 +5,17 @@
  *
  *   1. maxima of 128 groups of keys; the k-th largest of them, or a little less, is the row's threshold
  *   2. products above the threshold are candidates: at least k of them, and with random keys about 1.4 k
- *      end of a tile: a warp sorts the candidates of a row
+ *      end of a tile: a warp sorts the candidates of a row, as numbers of 32 bits where these suffice
  *
  * A group has every 128th key, so that neighbors, which often are large together, are in different groups. Where
  * the largest keys are in few groups, or equal, a row has more candidates than fit. Then a warp keeps the k largest,
  * and the threshold rises to the smallest of them.
  *
- * Bound: tensor cores, 256 clocks per pass, 64 queries x 64 keys at DIM = 128; in the second pass five instructions
- * per pair, and what sorting takes. Raw products are compared: scale, softcap and LSE keep their order.
+ * Bound: tensor cores, 256 clocks per pass, 64 queries x 64 keys at DIM = 128; in the second pass eight instructions
+ * per pair, of which three move a candidate and its address to neighboring registers; 650 instructions per row to
+ * sort and to write it. Raw products are compared: scale, softcap and LSE keep their order.
  *
- *   H200, 32 heads of 128, causal, top 64: 1.76 of the KL forward at N = 8,192 (1.60 ms), 1.10 at 131,072
+ *   H200, 32 heads of 128, causal, top 64: 1.38 of the KL forward at N = 8,192 (1.32 ms), 1.05 at 131,072
  *
  *   registers  X of two stages (64); 32 groups of two rows (64)
  *   scratch    in the workspace, per block and query: four lists of candidates, one for each lane of the row
@@ -54,31 +55,31 @@ __device__ inline void append_above(float threshold, uint64_t &end, float value,
                  : "memory");
 }
 
-/* Puts the larger of two candidates first. */
-__device__ inline void order(uint64_t &first, uint64_t &second, bool descending)
+/* Orders two numbers. */
+template <typename NUMBER> __device__ inline void order(NUMBER &first, NUMBER &second, bool descending)
 {
-    const bool swaps = descending ? second > first : first > second;
-    const uint64_t old = first;
-    first = swaps ? second : first;
-    second = swaps ? old : second;
+    const NUMBER larger = max(first, second), smaller = min(first, second);
+    first = descending ? larger : smaller;
+    second = descending ? smaller : larger;
 }
 
-/* Sorts a warp's candidates, the largest first; lane n has numbers 4 n .. 4 n + 3. Bitonic. */
-__device__ inline void sort_candidates(uint64_t (&mine)[4])
+/* Sorts a warp's SORTED numbers, the largest first; lane n has numbers 4 n .. 4 n + 3. Bitonic. UNROLLED: steps of
+ * each loop. */
+template <int UNROLLED, typename NUMBER> __device__ inline void sort_numbers(NUMBER (&mine)[4])
 {
     const unsigned lane = threadIdx.x % 32;
     order(mine[0], mine[1], true);
     order(mine[2], mine[3], false);
-#pragma unroll 1
+#pragma unroll UNROLLED
     for (unsigned size = 1; size <= 32; size *= 2) { /* lanes of a sorted run */
         const bool descending = (lane & size) == 0;
-#pragma unroll 1
+#pragma unroll UNROLLED
         for (unsigned offset = size / 2; offset > 0; offset /= 2) {
             const bool keeps_larger = ((lane & offset) == 0) == descending;
 #pragma unroll
-            for (int n = 0; n < 4; n++) {
-                const uint64_t other = __shfl_xor_sync(~0U, mine[n], offset);
-                mine[n] = (other > mine[n]) == keeps_larger ? other : mine[n];
+            for (NUMBER &number : mine) {
+                const NUMBER other = __shfl_xor_sync(~0U, number, offset);
+                number = keeps_larger ? max(number, other) : min(number, other);
             }
         }
         order(mine[0], mine[2], descending);
@@ -99,6 +100,7 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
     /* Results of a warpgroup's queries. */
     struct shared {
         row_ranges<STATS_QUERIES> visible; /* keys of the sequence */
+        uint64_t staged[4][SORTED];        /* candidates of a row of each warp, as stored */
     };
 
     /* State of the thread's two rows: */
@@ -267,9 +269,21 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
     }
 
     /* Stored are the key and the value. */
+    static constexpr uint64_t NO_CANDIDATE = (uint64_t)0xFF800000 << 32; /* -inf */
+
+    __device__ static float stored_value(uint64_t stored)
+    {
+        return __uint_as_float((uint32_t)(stored >> 32));
+    }
+
     __device__ static uint64_t candidate_of_stored(uint64_t stored)
     {
-        return candidate_of(__uint_as_float((uint32_t)(stored >> 32)), (int)(uint32_t)stored);
+        return candidate_of(stored_value(stored), (int)(uint32_t)stored);
+    }
+
+    __device__ static uint64_t stored_of(uint64_t candidate)
+    {
+        return (uint64_t)__float_as_uint(candidate_value(candidate)) << 32 | (uint32_t)candidate_key(candidate);
     }
 
     __device__ static int total(const int4 &counts)
@@ -277,15 +291,16 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         return counts.x + counts.y + counts.z + counts.w;
     }
 
-    /* The number-th candidate of a row, through all of its lists; 0: there is none. */
-    __device__ static uint64_t candidate_at(const uint64_t *of_row, const int4 &counts, int number)
+    __device__ static int longest(const int4 &counts)
     {
-        const int ends[3] = {counts.x, counts.x + counts.y, counts.x + counts.y + counts.z};
-        const int list = (number >= ends[0]) + (number >= ends[1]) + (number >= ends[2]);
-        const int begin = list == 0 ? 0 : list == 1 ? ends[0] : list == 2 ? ends[1] : ends[2];
-        if (number >= total(counts))
-            return 0;
-        return candidate_of_stored(of_row[(number - begin) * 4 + list]);
+        return max(max(counts.x, counts.y), max(counts.z, counts.w));
+    }
+
+    /* The length of the lists that this lane reads. */
+    __device__ static int of_list(const int4 &counts)
+    {
+        const unsigned list = threadIdx.x % 4;
+        return list == 0 ? counts.x : list == 1 ? counts.y : list == 2 ? counts.z : counts.w;
     }
 
     /* Keeps the k largest candidates of a row of the warp in lists of equal length. If there are more, the threshold
@@ -297,21 +312,20 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         uint64_t *const of = candidates(row_of_warp(of_row));
         const int4 counts = counts_of(of_row);
         const bool raises = total(counts) > k;
-        const int of_list = lane % 4 == 0 ? counts.x : lane % 4 == 1 ? counts.y : lane % 4 == 2 ? counts.z : counts.w;
+        const int length = of_list(counts);
         uint64_t mine[MOST];
         __syncwarp(); /* lanes read the lists of others */
 #pragma unroll
         for (int n = 0; n < MOST; n++)
-            mine[n] = n * 8 + lane / 4 < of_list ? candidate_of_stored(of[n * 32 + lane]) : 0;
+            mine[n] = n * 8 + lane / 4 < length ? candidate_of_stored(of[n * 32 + lane]) : 0;
         const uint64_t kth = raises ? kth_largest(mine, k) : 1;
         __syncwarp(); /* all lanes have read the list that they overwrite */
         int kept = 0;
 #pragma unroll
         for (int n = 0; n < MOST; n++) {
             const unsigned lanes = __ballot_sync(~0U, mine[n] >= kth);
-            const uint64_t value = (uint64_t)__float_as_uint(candidate_value(mine[n])) << 32;
             if (mine[n] >= kth)
-                of[kept + __popc(lanes & ((1U << lane) - 1))] = value | (uint32_t)candidate_key(mine[n]);
+                of[kept + __popc(lanes & ((1U << lane) - 1))] = stored_of(mine[n]);
             kept += __popc(lanes);
         }
 #pragma unroll
@@ -339,7 +353,7 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
 #pragma unroll 1
             for (int of_row = 0; of_row < 16; of_row++) {
                 const int4 counts = counts_of(of_row);
-                if (max(max(counts.x, counts.y), max(counts.z, counts.w)) >= LIMIT)
+                if (longest(counts) >= LIMIT)
                     keep_largest_of(of_row);
             }
         }
@@ -353,30 +367,115 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
         const skl_sequence &s = sequence();
         const int64_t head = chunk().head;
         const int at = (int)(threadIdx.x % 32) * 4;
-        const int64_t keys = SKL_ROW(stats.top_keys, s.batch, head, s.query_begin + query);
-        const int64_t probabilities = SKL_ROW(stats.top_p, s.batch, head, s.query_begin + query);
+        float logits[4];
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            const bool exists = at + n < count;
-            if (at + n < stats.top_k && stats.top_keys.data != NULL)
-                ((int32_t *)stats.top_keys.data)[keys + at + n] = exists ? candidate_key(sorted[n]) : -1;
-            if (at + n < stats.top_k && stats.top_p.data != NULL) {
-                const float logit = exact_logit(candidate_value(sorted[n]), params.b);
-                ((float *)stats.top_p.data)[probabilities + at + n] = exists ? at_most_1(exp2f(logit - lse2)) : 0.0F;
+        for (int n = 0; n < 4; n++)
+            logits[n] = stored_value(sorted[n]) * params.b.scale;
+        if (params.b.capped)
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                logits[n] = exact_logit(stored_value(sorted[n]), params.b);
+        if (stats.top_keys.data != NULL) {
+            const int64_t to = SKL_ROW(stats.top_keys, s.batch, head, s.query_begin + query) + at;
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                if (at + n < stats.top_k)
+                    ((int32_t *)stats.top_keys.data)[to + n] = at + n < count ? (int)(uint32_t)sorted[n] : -1;
+        }
+        if (stats.top_p.data != NULL) {
+            const int64_t to = SKL_ROW(stats.top_p, s.batch, head, s.query_begin + query) + at;
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const float p = at + n < count ? at_most_1(exp2f(logits[n] - lse2)) : 0.0F;
+                if (at + n < stats.top_k)
+                    ((float *)stats.top_p.data)[to + n] = p;
             }
         }
     }
 
-    /* The four candidates of this lane. */
-    __device__ void load_row(uint64_t (&mine)[4], int of_row) const
+    /* The number-th candidate of a row, through all of its lists. */
+    __device__ static uint64_t candidate_at(const uint64_t *of_row, const int4 &counts, int number)
     {
-        const int4 counts = counts_of(of_row);
-#pragma unroll
-        for (int n = 0; n < 4; n++)
-            mine[n] = candidate_at(candidates(row_of_warp(of_row)), counts, n * 32 + (int)(threadIdx.x % 32));
+        const int ends[3] = {counts.x, counts.x + counts.y, counts.x + counts.y + counts.z};
+        const int list = (number >= ends[0]) + (number >= ends[1]) + (number >= ends[2]);
+        const int begin = list == 0 ? 0 : list == 1 ? ends[0] : list == 2 ? ends[1] : ends[2];
+        return number < total(counts) ? of_row[(number - begin) * 4 + list] : NO_CANDIDATE;
     }
 
-    /* Loads a row while the one before is sorted. */
+    /* Four candidates of a row for each lane, as stored. Where no list is longer than what a warp reads of it, that
+     * is the same memory for all rows. */
+    __device__ void load_row(uint64_t (&mine)[4], int of_row) const
+    {
+        const uint64_t *const of = candidates(row_of_warp(of_row));
+        const int4 counts = counts_of(of_row);
+        const int lane = (int)(threadIdx.x % 32), length = of_list(counts);
+        if (longest(counts) > SORTED / 4) {
+#pragma unroll
+            for (int n = 0; n < 4; n++)
+                mine[n] = candidate_at(of, counts, n * 32 + lane);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            mine[n] = n * 8 + lane / 4 < length ? of[n * 32 + lane] : NO_CANDIDATE;
+    }
+
+    /* A number for each candidate of a row, and its place n 32 + lane in the last bits. A candidate's number is its
+     * distance from the smallest one, in bit patterns; up to 2^25 of them are exact, which are four octaves. */
+    __device__ static void number_row(uint32_t (&numbers)[4], const uint64_t (&mine)[4])
+    {
+        uint32_t ordered[4], least = ~0U, most = 0;
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const bool exists = mine[n] != NO_CANDIDATE;
+            ordered[n] = exists ? (uint32_t)(candidate_of_stored(mine[n]) >> 32) : 0;
+            least = min(least, exists ? ordered[n] : ~0U);
+            most = max(most, ordered[n]);
+        }
+        least = __reduce_min_sync(~0U, least);
+        most = __reduce_max_sync(~0U, most);
+        const int shift = max(0, 32 - __clz((int)(most - least + 1)) - 25);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const uint32_t number = ordered[n] != 0 ? ((ordered[n] - least) >> shift) + 1 : 0;
+            numbers[n] = min(number, (1U << 25) - 1) * SORTED + (uint32_t)n * 32 + threadIdx.x % 32;
+        }
+    }
+
+    /* Sorts a row that load_row() returned: afterwards lane n has candidates 4 n .. 4 n + 3. Numbers of 32 bits are
+     * sorted in a quarter of the time of candidates, which are sorted where the numbers were too short. */
+    __device__ void sort_row(uint64_t (&mine)[4]) const
+    {
+        const int lane = (int)(threadIdx.x % 32);
+        uint64_t(&staged)[SORTED] = rows().staged[threadIdx.x % 128 / 32];
+        uint32_t numbers[4];
+        number_row(numbers, mine);
+        __syncwarp(); /* lanes have read the row before */
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            staged[n * 32 + lane] = mine[n];
+        __syncwarp();
+        sort_numbers<6>(numbers);
+#pragma unroll
+        for (int n = 0; n < 4; n++)
+            mine[n] = staged[numbers[n] % SORTED];
+        const float next = __shfl_down_sync(~0U, stored_value(mine[0]), 1);
+        bool ordered = lane == 31 || stored_value(mine[3]) >= next;
+#pragma unroll
+        for (int n = 1; n < 4; n++)
+            ordered = ordered && stored_value(mine[n - 1]) >= stored_value(mine[n]);
+        if (__all_sync(~0U, ordered))
+            return;
+#pragma unroll
+        for (uint64_t &candidate : mine)
+            candidate = candidate_of_stored(candidate);
+        sort_numbers<1>(mine);
+#pragma unroll
+        for (uint64_t &candidate : mine)
+            candidate = stored_of(candidate);
+    }
+
+    /* Loads a row while the two before are sorted. */
     __device__ void finish_tile()
     {
         const int lane = (int)(threadIdx.x % 32);
@@ -388,13 +487,19 @@ template <typename E, int D> struct stats_top : stats_position<stats_smem<stats_
             if (total(counts_of(of_row)) > SORTED)
                 keep_largest_of(of_row);
         __syncwarp(); /* lanes read the lists of others */
-        uint64_t next[4];
-        load_row(next, 0);
+        uint64_t next[2][4];
+        load_row(next[0], 0);
+        load_row(next[1], 1);
 #pragma unroll 1
         for (int of_row = 0; of_row < count; of_row++) {
-            uint64_t mine[4] = {next[0], next[1], next[2], next[3]};
-            load_row(next, min(of_row + 1, 15));
-            sort_candidates(mine);
+            uint64_t mine[4];
+#pragma unroll
+            for (int n = 0; n < 4; n++) {
+                mine[n] = next[0][n];
+                next[0][n] = next[1][n];
+            }
+            load_row(next[1], min(of_row + 2, 15));
+            sort_row(mine);
             store(begin + of_row, __shfl_sync(~0U, lse2, of_row), mine, total(counts_of(of_row)));
         }
         sync(); /* start_tile() overwrites what was read */
