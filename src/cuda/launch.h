@@ -225,6 +225,9 @@ skl_cuda_launch_function skl_cuda_two_term_rows;    /* makes two-term rows: q an
 typedef cudaError_t skl_cuda_row_step(const skl_cuda_params *params, const void *argument);
 skl_cuda_row_step skl_cuda_states_merge, skl_cuda_states_finish, skl_cuda_sink_gradients;
 
+/* Lets the blocks of a kernel have `memory` bytes of dynamic shared memory on the current device. */
+cudaError_t skl_cuda_allow_memory(const void *kernel, size_t memory);
+
 #ifdef __cplusplus
 }
 #endif

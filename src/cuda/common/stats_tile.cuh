@@ -15,6 +15,7 @@
 #ifndef SKL_CUDA_COMMON_STATS_TILE_CUH
 #define SKL_CUDA_COMMON_STATS_TILE_CUH
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/stats_top.cuh"
 
 namespace tensor_core
@@ -323,15 +324,9 @@ __global__ void __launch_bounds__(STATS_TILE_THREADS, PRODUCT::BLOCKS_PER_SM)
 template <typename PRODUCT>
 cudaError_t launch_stats_tiles(const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const size_t memory = sizeof(stats_tile_memory<PRODUCT>);
     static_assert(PRODUCT::QUERIES == SKL_STATS_ROWS(PRODUCT::GENERAL), "cuda/select counts tiles");
-    const cudaError_t error =
-        cudaFuncSetAttribute(stats_tile_kernel<PRODUCT>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
-    if (error != cudaSuccess)
-        return error;
-    stats_tile_kernel<PRODUCT><<<(unsigned)launch->stats.blocks, STATS_TILE_THREADS, memory, params->call.stream>>>(
-        stats_params_of(params, launch));
-    return cudaPeekAtLastError();
+    return launch_blocks(stats_tile_kernel<PRODUCT>, (int64_t)launch->stats.blocks, STATS_TILE_THREADS,
+                         sizeof(stats_tile_memory<PRODUCT>), stats_params_of(params, launch));
 }
 
 } // namespace tensor_core

@@ -13,6 +13,7 @@
 #define SKL_CUDA_GENERAL_PIPELINE_CUH
 
 #include "base/convert.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/params.cuh"
 
 constexpr int THREADS = 256;
@@ -342,11 +343,7 @@ template <int COLUMNS> struct pipeline {
 template <typename PARAMS>
 cudaError_t launch_general(void (*kernel)(PARAMS), const PARAMS &params, const skl_cuda_launch *launch, size_t size)
 {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
-    if (error != cudaSuccess)
-        return error;
-    kernel<<<(unsigned)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, size, params.call.stream>>>(params);
-    return cudaPeekAtLastError();
+    return launch_blocks(kernel, (int64_t)launch->sm_count * SKL_GENERAL_BLOCKS_PER_SM, THREADS, size, params);
 }
 
 #endif

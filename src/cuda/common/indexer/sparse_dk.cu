@@ -14,6 +14,7 @@
 #include "base/convert.h"
 #include "cuda/common/indexer/sparse_chunks.cuh"
 #include "cuda/common/indexer/sparse_row.cuh"
+#include "cuda/common/launch.cuh"
 
 namespace sparse_dk
 {
@@ -288,17 +289,11 @@ static __global__ void __launch_bounds__(THREADS, 2)
 extern "C" cudaError_t skl_cuda_sparse_dk(const sparse_dk_params *params, const skl_sparse_chunk *chunk,
                                           skl_range rows, int32_t sm_count)
 {
-    cudaError_t error =
-        cudaFuncSetAttribute(sparse_keys, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(dk_memory));
-    if (error == cudaSuccess && rows.begin < rows.end) {
-        indices_order<<<(unsigned)(rows.end - rows.begin), THREADS, 0, params->call.stream>>>(*params, *chunk,
-                                                                                              rows.begin);
-        error = cudaPeekAtLastError();
-    }
-    if (error != cudaSuccess)
-        return error;
-    sparse_keys<<<(unsigned)sm_count * 4, THREADS, sizeof(dk_memory), params->call.stream>>>(*params, *chunk, rows);
-    return cudaPeekAtLastError();
+    const cudaError_t error =
+        launch_blocks(indices_order, rows.end - rows.begin, THREADS, 0, *params, *chunk, rows.begin);
+    return error == cudaSuccess
+               ? launch_blocks(sparse_keys, (int64_t)sm_count * 4, THREADS, sizeof(dk_memory), *params, *chunk, rows)
+               : error;
 }
 
 } // namespace sparse_dk

@@ -20,7 +20,7 @@ typedef struct skl_sparse_layout {
     size_t scores_at, end; /* offsets in the workspace, bytes */
     int32_t resident;      /* queries stay in shared memory; otherwise each slab of keys has one of queries */
     int32_t stage_size;    /* bytes of shared memory for stages */
-    int32_t scores_smem, block_smem_max; /* bytes of shared memory of a block: of the scores kernel, and at most */
+    int32_t scores_smem;   /* bytes of shared memory of a block of the scores kernel */
 } skl_sparse_layout;
 
 /* Bytes of a slab of queries in shared memory: products have 32, 64 or 128 rows. */
@@ -46,7 +46,6 @@ static inline void skl_sparse_plan_memory(skl_sparse_layout *layout, const skl_p
                                    : !two_blocks && resident + 2 * stages_size <= block_smem_max ? 2 * stages_size
                                                                                                  : stages_size);
     layout->scores_smem = (int32_t)(layout->resident ? resident : SKL_SPARSE_FIXED_SIZE) + layout->stage_size;
-    layout->block_smem_max = (int32_t)block_smem_max;
 }
 
 #endif

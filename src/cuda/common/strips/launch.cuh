@@ -2,6 +2,7 @@
 #ifndef SKL_CUDA_COMMON_STRIPS_LAUNCH_CUH
 #define SKL_CUDA_COMMON_STRIPS_LAUNCH_CUH
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/strips/rows.cuh"
 
 namespace tensor_core
@@ -69,19 +70,6 @@ inline void assign_teacher_lse(strip_params *kernel_params, const skl_strip_layo
 }
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
-
-template <typename KERNEL, typename PARAMS, typename... MAPS>
-cudaError_t launch_blocks(KERNEL kernel, int64_t blocks, int threads, size_t memory, const PARAMS &params,
-                          const MAPS &...maps)
-{
-    if (blocks == 0)
-        return cudaSuccess; /* no keys: nothing to launch */
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)memory);
-    if (error != cudaSuccess)
-        return error;
-    kernel<<<(unsigned)blocks, threads, memory, params.call.stream>>>(params, maps...);
-    return cudaPeekAtLastError();
-}
 
 /* Finishes the rows of a strip, after its scores. */
 template <typename PARAMS> cudaError_t launch_finish_rows(const PARAMS &kernel_params)

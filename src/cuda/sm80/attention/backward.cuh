@@ -24,6 +24,7 @@
 
 #include "base/convert.h"
 #include "cuda/common/gradient_row.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/row_stats.cuh"
 #include "cuda/sm80/mma_tile.cuh"
 
@@ -474,20 +475,16 @@ __global__ void __launch_bounds__(THREADS, 2) gradient_kernel(const __grid_const
 template <typename ELEMENT, int DIM, int M, bool DK>
 cudaError_t launch_gradient(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
-    const cudaError_t error =
-        cudaFuncSetAttribute(gradient_kernel<ELEMENT, DIM, M, DK>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             (int)sizeof(backward_memory<DIM>));
-    if (error != cudaSuccess)
-        return error;
     backward_params slice = backward_params_of(params, launch);
     const skl_problem *const p = &slice.problem;
     const dim3 blocks =
         grid_of(p->batch, row_tile<M, DK>::heads(slice), skl_ceil_div(DK ? p->len_k : p->len_q, TILE_ROWS<M>));
     record_launch(kernel, DK ? SKL_VARIANT_DK : SKL_VARIANT_DQ, 1);
-    for (; slice.dim_first < side_of(slice).dim; slice.dim_first += SLICE<DIM>)
-        gradient_kernel<ELEMENT, DIM, M, DK>
-            <<<blocks, THREADS, sizeof(backward_memory<DIM>), slice.call.stream>>>(slice);
-    return cudaPeekAtLastError();
+    cudaError_t error = cudaSuccess;
+    for (; slice.dim_first < side_of(slice).dim && error == cudaSuccess; slice.dim_first += SLICE<DIM>)
+        error =
+            launch_blocks(gradient_kernel<ELEMENT, DIM, M, DK>, blocks, THREADS, sizeof(backward_memory<DIM>), slice);
+    return error;
 }
 
 } // namespace sm80

@@ -22,6 +22,7 @@
 #ifndef SKL_CUDA_SM80_ATTENTION_FORWARD_CUH
 #define SKL_CUDA_SM80_ATTENTION_FORWARD_CUH
 
+#include "cuda/common/launch.cuh"
 #include "cuda/common/row_state.cuh"
 
 namespace sm80
@@ -178,18 +179,14 @@ template <typename ELEMENT, int DIM, int M> struct forward_launch {
 
     static cudaError_t run(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
     {
-        const cudaError_t error = cudaFuncSetAttribute(forward_kernel<ELEMENT, DIM, M>,
-                                                       cudaFuncAttributeMaxDynamicSharedMemorySize, MEMORY);
-        if (error != cudaSuccess)
-            return error;
         const forward_params kernel_params = forward_params_of(params, launch);
         const skl_problem *const p = &kernel_params.problem;
         const int64_t tiles = skl_ceil_div(p->len_q, ROWS);
         record_launch(kernel, SKL_VARIANT_TILES, kernel_params.num_splits);
-        forward_kernel<ELEMENT, DIM, M><<<grid_of(p->batch, p->heads_s, tiles * kernel_params.num_splits), THREADS,
-                                          MEMORY, kernel_params.call.stream>>>(kernel_params);
-        const cudaError_t launched = cudaPeekAtLastError();
-        return launched == cudaSuccess && kernel_params.num_splits > 1 ? merge_splits<M>(kernel_params) : launched;
+        const cudaError_t error = launch_blocks(forward_kernel<ELEMENT, DIM, M>,
+                                                grid_of(p->batch, p->heads_s, tiles * kernel_params.num_splits),
+                                                THREADS, MEMORY, kernel_params);
+        return error == cudaSuccess && kernel_params.num_splits > 1 ? merge_splits<M>(kernel_params) : error;
     }
 };
 

@@ -12,6 +12,7 @@
 #ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BACKWARD_CUH
 #define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_BACKWARD_CUH
 
+#include "cuda/common/launch.cuh"
 #include "cuda/sm80/attention/backward.cuh"
 #include "cuda/sm80/attention/group_tile_products.cuh"
 
@@ -272,14 +273,9 @@ cudaError_t launch_group_tile_gradient(const char *kernel, const skl_cuda_params
     const size_t size = sizeof(smem_type) + (size_t)kernel_params.slots * sizeof(group_streamed<DIM>);
     const skl_problem *const p = &params->problem;
     record_launch(kernel, DK ? SKL_VARIANT_DK_GROUPS : SKL_VARIANT_DQ_GROUPS, 1);
-    const cudaError_t error = cudaFuncSetAttribute(group_tile_gradient_kernel<ELEMENT, DIM, DK>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
-    if (error != cudaSuccess)
-        return error;
     const dim3 blocks = grid_of(p->batch, row_tile<GROUP_TILE_M, DK>::heads(kernel_params),
                                 skl_ceil_div(DK ? p->len_k : p->len_q, GROUP_STATIONARY));
-    group_tile_gradient_kernel<ELEMENT, DIM, DK><<<blocks, GROUP_THREADS, size, params->call.stream>>>(kernel_params);
-    return cudaPeekAtLastError();
+    return launch_blocks(group_tile_gradient_kernel<ELEMENT, DIM, DK>, blocks, GROUP_THREADS, size, kernel_params);
 }
 
 } // namespace sm80

@@ -6,6 +6,7 @@
 #ifndef SKL_CUDA_SM80_ATTENTION_GROUP_TILE_FORWARD_CUH
 #define SKL_CUDA_SM80_ATTENTION_GROUP_TILE_FORWARD_CUH
 
+#include "cuda/common/launch.cuh"
 #include "cuda/sm80/attention/group_tile_products.cuh"
 
 namespace sm80
@@ -153,17 +154,13 @@ cudaError_t launch_group_tile_forward(const char *kernel, const skl_cuda_params 
     const skl_problem *const p = &params->problem;
     const int64_t tiles = skl_ceil_div(p->len_q, GROUP_STATIONARY);
     record_launch(kernel, SKL_VARIANT_GROUPS, launch->num_splits);
-    const cudaError_t error = cudaFuncSetAttribute(group_tile_forward_kernel<ELEMENT, DIM>,
-                                                   cudaFuncAttributeMaxDynamicSharedMemorySize, (int)size);
-    if (error != cudaSuccess)
-        return error;
-    group_tile_forward_kernel<ELEMENT, DIM>
-        <<<grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, size, params->call.stream>>>(
-            kernel_params);
-    if (launch->num_splits > 1)
-        merge_group_splits<GROUP_TILE_M>
-            <<<grid_of(p->batch, p->heads_s, tiles), GROUP_STATIONARY, 0, params->call.stream>>>(kernel_params);
-    return cudaPeekAtLastError();
+    const cudaError_t error =
+        launch_blocks(group_tile_forward_kernel<ELEMENT, DIM>,
+                      grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_THREADS, size, kernel_params);
+    return error == cudaSuccess && launch->num_splits > 1
+               ? launch_blocks(merge_group_splits<GROUP_TILE_M>, grid_of(p->batch, p->heads_s, tiles),
+                               GROUP_STATIONARY, 0, kernel_params)
+               : error;
 }
 
 } // namespace sm80

@@ -4,6 +4,7 @@
 
 #include "cuda/common/indexer/sparse_layout.h"
 #include "cuda/common/indexer/sparse_chunks.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/sm80/indexer/sparse_gradients.cuh"
 #include "cuda/sm80/indexer/sparse_scores.cuh"
 
@@ -31,29 +32,17 @@ inline sparse_params sparse_params_for(const skl_cuda_params *params, const skl_
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
-/* `most` is the largest size of any launch of the kernel. The attribute is always set to it, so that launches from
- * several host threads with different sizes do not interfere. */
-template <typename KERNEL>
-cudaError_t launch_sparse(KERNEL kernel, int64_t blocks, size_t size, size_t most, const sparse_params &kernel_params)
-{
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)most);
-    if (error != cudaSuccess)
-        return error;
-    kernel<<<(unsigned)blocks, SPARSE_THREADS, size, kernel_params.call.stream>>>(kernel_params);
-    return cudaPeekAtLastError();
-}
-
 template <typename ELEMENT>
 cudaError_t launch_sparse_scores(const char *kernel, const sparse_params &kernel_params,
                                  const skl_sparse_layout &layout)
 {
     static_assert(sizeof(sparse_smem<ELEMENT>) == SKL_SPARSE_FIXED_SIZE, "cuda/select plans shared memory");
     const int64_t blocks = skl_min(layout.num_blocks, kernel_params.row_end - kernel_params.row_first);
-    const size_t size = (size_t)(layout.scores_smem), most = (size_t)layout.block_smem_max;
+    const size_t size = (size_t)layout.scores_smem;
     const bool computes_lse = kernel_params.with_teacher && kernel_params.call.inputs.lse_t.data == NULL;
     record_launch(kernel, kernel_params.resident ? SKL_VARIANT_RESIDENT : SKL_VARIANT_STREAMED, 1);
-    return computes_lse ? launch_sparse(sparse_score_kernel<ELEMENT, true>, blocks, size, most, kernel_params)
-                        : launch_sparse(sparse_score_kernel<ELEMENT, false>, blocks, size, most, kernel_params);
+    return launch_blocks(computes_lse ? sparse_score_kernel<ELEMENT, true> : sparse_score_kernel<ELEMENT, false>,
+                         blocks, SPARSE_THREADS, size, kernel_params);
 }
 
 template <typename ELEMENT>
@@ -66,9 +55,8 @@ cudaError_t launch_sparse_rows(const char *kernel, const skl_cuda_params *params
 
 template <typename ELEMENT, int DIM> cudaError_t launch_sparse_sums(const sparse_params &kernel_params)
 {
-    constexpr size_t SIZE = sizeof(sparse_gradient_smem<DIM>);
-    return launch_sparse(sparse_gradient_kernel<ELEMENT, DIM>, kernel_params.row_end - kernel_params.row_first, SIZE,
-                         SIZE, kernel_params);
+    return launch_blocks(sparse_gradient_kernel<ELEMENT, DIM>, kernel_params.row_end - kernel_params.row_first,
+                         SPARSE_THREADS, sizeof(sparse_gradient_smem<DIM>), kernel_params);
 }
 
 template <typename ELEMENT>

@@ -215,7 +215,7 @@ cudaError_t launch_attention_backward(const char *kernel, const skl_cuda_params 
             static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
             return launch_blocks(attention_backward_kernel<ELEMENT, dim_s(), dim_t()>,
                                  grid_of(p->batch, p->key_heads_s, skl_ceil_div(p->len_k, TILE_KEYS)),
-                                 ATTENTION_BACKWARD_THREADS, MEMORY, params->call.stream, kernel_params, maps);
+                                 ATTENTION_BACKWARD_THREADS, MEMORY, kernel_params, maps);
         });
     return error == cudaSuccess ? store_dq_sums(&kernel_params) : error;
 }

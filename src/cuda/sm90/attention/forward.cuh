@@ -18,8 +18,7 @@ template <typename FORWARD>
 cudaError_t launch_forward_blocks(forward_kernel *kernel, dim3 blocks, const forward_params &params,
                                   const forward_maps &maps)
 {
-    return launch_blocks(kernel, blocks, FORWARD::THREADS, sizeof(typename FORWARD::memory), params.call.stream,
-                         params, maps);
+    return launch_blocks(kernel, blocks, FORWARD::THREADS, sizeof(typename FORWARD::memory), params, maps);
 }
 
 /* One block per query tile and split. */

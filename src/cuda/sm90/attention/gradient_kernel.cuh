@@ -215,7 +215,7 @@ cudaError_t launch_gradient_tiles(const backward_params &params, const gradient_
     const int64_t rows = CONSUMER::OF_KEYS ? p.len_k : p.len_q;
     return launch_blocks(gradient_kernel<CONSUMER>,
                          grid_of(p.batch, CONSUMER::tile_type::heads(params), skl_ceil_div(rows, STATIONARY_ROWS)),
-                         GRADIENT_THREADS, MEMORY, params.call.stream, params, maps);
+                         GRADIENT_THREADS, MEMORY, params, maps);
 }
 
 /* FAMILY::consumer<WRT_B, CAPPED> is a CONSUMER for dq or dk (DK). */

@@ -384,8 +384,7 @@ cudaError_t launch_group_backward(const char *kernel, const skl_cuda_params *par
         record_launch(kernel, CAPPED ? SKL_VARIANT_FUSED_GROUPS_SOFTCAP : SKL_VARIANT_FUSED_GROUPS, 1);
         return launch_blocks(group_backward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
                              grid_of(p->batch, p->heads_s, skl_ceil_div(p->len_q, TILE_QUERIES)),
-                             group_backward_block::THREADS, (size_t)size, params->call.stream, kernel_params, maps,
-                             depth);
+                             group_backward_block::THREADS, (size_t)size, kernel_params, maps, depth);
     });
 }
 

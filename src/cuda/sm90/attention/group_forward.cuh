@@ -292,15 +292,13 @@ cudaError_t launch_group_forward(const char *kernel, const skl_cuda_params *para
     if (depth == 0 || !encode_group_inputs(&maps, kernel_params, GROUP_KEYS, ELEMENT()))
         return encode_error();
     record_launch(kernel, CAPPED ? SKL_VARIANT_GROUPS_SOFTCAP : SKL_VARIANT_GROUPS, launch->num_splits);
-    const cudaError_t error =
-        launch_blocks(group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
-                      grid_of(p->batch, p->heads_s, tiles * launch->num_splits), GROUP_FORWARD_THREADS, size,
-                      params->call.stream, kernel_params, maps, depth);
-    if (error != cudaSuccess || launch->num_splits == 1)
-        return error;
-    merge_group_splits<2>
-        <<<grid_of(p->batch, p->heads_s, tiles), block_tile::ROWS, 0, params->call.stream>>>(kernel_params);
-    return cudaPeekAtLastError();
+    const cudaError_t error = launch_blocks(group_forward_kernel<ELEMENT, DIM_T, DIM_S, CAPPED>,
+                                            grid_of(p->batch, p->heads_s, tiles * launch->num_splits),
+                                            GROUP_FORWARD_THREADS, size, kernel_params, maps, depth);
+    return error == cudaSuccess && launch->num_splits > 1
+               ? launch_blocks(merge_group_splits<2>, grid_of(p->batch, p->heads_s, tiles), block_tile::ROWS, 0,
+                               kernel_params)
+               : error;
 }
 
 } // namespace sm90

@@ -354,8 +354,7 @@ template <typename CONSUMER> cudaError_t launch_stats_blocks(const stats_params 
     if (!encode_queries(&maps.queries, &p, &params.b, STATS_QUERIES, element()) ||
         !encode_keys(&maps.keys, &p, &params.b, STAGE_KEYS, element()))
         return encode_error();
-    return launch_blocks(stats_kernel<CONSUMER>, dim3((unsigned)params.layout.blocks), STATS_THREADS, MEMORY,
-                         params.call.stream, params, maps);
+    return launch_blocks(stats_kernel<CONSUMER>, (int64_t)params.layout.blocks, STATS_THREADS, MEMORY, params, maps);
 }
 
 } // namespace sm90

@@ -76,7 +76,7 @@ cudaError_t launch_tiles(const PARAMS &params, const MAPS &maps, int64_t heads, 
     constexpr int MEMORY = sizeof(memory_of<WORKER>);
     static_assert(MEMORY <= SMEM_MAX, "shared memory of a block");
     return launch_blocks(tile_kernel<WORKER, PARAMS, MAPS>, grid_of(params.problem.batch, heads, tiles),
-                         THREADS_OF<WORKER>, MEMORY, params.call.stream, params, maps);
+                         THREADS_OF<WORKER>, MEMORY, params, maps);
 }
 
 } // namespace sm90

@@ -35,7 +35,7 @@ cudaError_t launch_sparse(void (*kernel)(PARAMS...), const skl_cuda_launch *laun
                           const sparse_params &params)
 {
     const int64_t blocks = skl_min(launch->sparse.num_blocks, params.row_count);
-    return launch_blocks(kernel, dim3((unsigned)blocks), threads, sizeof(SMEM), params.call.stream, params);
+    return launch_blocks(kernel, blocks, threads, sizeof(SMEM), params);
 }
 
 template <typename ELEMENT, int DIM>
