@@ -187,7 +187,8 @@ static void test_needs_of_a_call(void **state)
     assert_int_equal(skl_gradient_bits(&call.gradients), SKL_DQ_S | SKL_DK_T | SKL_DW_S);
     assert_true(skl_call_needs(&problem, &call).kl);
 
-    skl_output *const results[] = {&call.rows.kl, &call.rows.dot_t, &call.rows.cross_entropy, &call.rows.entropy};
+    skl_output *const results[] = {&call.rows.kl, &call.rows.dot_t, &call.rows.cross_entropy, &call.rows.entropy,
+                                   &call.rows.lse_t};
     for (size_t n = 0; n < COUNT_OF(results); n++) {
         results[n]->data = &buffer;
         assert_true(skl_call_has_rows(&call));

@@ -138,7 +138,7 @@ def test_a_control_begins_with_the_same_student(tmp_path):
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_without_evaluation(folder):
+def test_without_evaluation(folder, capsys):
     """Model and report are there, and say that nothing was evaluated. All of the data is training data."""
     assert run(folder, "unseen", steps=2, eval_sequences=0, needles=1) == 0
     assert evaluation(folder / "unseen") == {}
@@ -148,8 +148,10 @@ def test_without_evaluation(folder):
     assert "was not evaluated" in document["lead"]
     assert [section["title"] for section in document["sections"]] == ["Training", "Reproducing this run"]
     assert [figure["label"] for figure in document["figures"]] == ["of training", "peak memory"]
-    student = ["--student", str(folder / "unseen/student")]
-    assert main(["eval", "--options", str(folder / "unseen/options.toml"), *student]) == 2  # nothing to do
+    models = ["--options", str(folder / "unseen/options.toml"), "--student", str(folder / "unseen/student")]
+    capsys.readouterr()
+    assert main(["eval", *models, "--data", str(folder / "data.npy")]) == 2
+    assert "--eval-sequences=0: must be 1.." in capsys.readouterr().err
 
 
 def test_teacher_in_the_precision_of_the_run(folder):

@@ -103,6 +103,16 @@ def test_hidden_states_follow_the_attention_kl():
     assert objective._layers == {0: 0, 1: 3, 2: 5}
 
 
+def test_hidden_states_follow_the_attention_kl_that_has_ended():
+    """A run that resumes after --attention-until pairs the layers as the attention KL would."""
+    teacher, student = gemma2(6), gemma2(3)
+    objective, ids = Objective(teacher, student, Options(hidden_weight=1.0), {}), batch(size=2, length=17)["input_ids"]
+    objective.teaches_attention = False
+    with objective.attached():
+        losses = objective(ids)
+    assert "attention" not in losses and objective._layers == {0: 0, 1: 3, 2: 5}
+
+
 def test_a_softcap_of_small_logits_is_noticed():
     assert Outputs(llama()).head is not None and isinstance(Outputs(llama()).head, torch.nn.Linear)
     model = gemma2()

@@ -128,6 +128,12 @@ def test_refused_arguments(options, message):
         megatron_indexer_loss(*trained, topk, query, key, 0.3, 0.5, False, **options)
 
 
+def test_a_sparse_loss_needs_its_list():
+    trained, _, query, key = megatron_tensors()
+    with pytest.raises(ValueError, match="topk_indices: None must be the list of keys with sparse_loss=True"):
+        megatron_indexer_loss(*trained, None, query, key, 0.3, 0.5, True)
+
+
 def test_arguments_are_those_of_megatron_core():
     assert list(signature(megatron_indexer_loss).parameters)[:16] == OF_INDEXER + ARGUMENTS
 

@@ -7,7 +7,7 @@ import hf_architectures
 import pytest
 import torch
 import transformers
-from hf_models import batch, llama
+from hf_models import batch, bert, llama
 from hf_trainer_cases import TRAINERS, arguments
 
 from streamkl.hf import AttentionDistiller, DistillationTrainer
@@ -196,3 +196,25 @@ def test_a_step_outside_of_training(tmp_path):
     with trainer.distiller:  # as a trainer that fetches its batches itself does
         trainer.create_optimizer()
         assert trainer.training_step(trainer.model, inputs) > 0 and trainer._step_rows is None
+
+
+@pytest.mark.parametrize(
+    "architecture, masked, expected", [("llama", True, 3), ("llama", False, 4), ("bert", True, 5)]
+)
+def test_labels_that_count(tmp_path, architecture, masked, expected):
+    """Row i of a causal model has label i + 1, and a row of padding none; in a masked language model it has its own."""
+    model = llama() if architecture == "llama" else transformers.BertForMaskedLM._from_config(bert().config)
+    trainer = DistillationTrainer(
+        model=model,
+        teacher=copy.deepcopy(model),
+        args=arguments(tmp_path),
+        train_dataset=dataset(),
+        distiller_options=dict(rows="labels"),
+    )
+    inputs = dict(
+        labels=torch.tensor([[-100, 7, 8, 9], [5, -100, 6, -100]]),
+        attention_mask=torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1]]),
+    )
+    if not masked:
+        del inputs["attention_mask"]
+    assert trainer._count_rows(inputs) == expected

@@ -257,8 +257,6 @@ def _dataset(name: str) -> Iterable[Any]:
 
 def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
-    if tokenizer is None:
-        return [], []
     plain, full = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     at = next((i for i in range(len(full)) if full[i : i + len(plain)] == plain), 0)
     return full[:at], full[at + len(plain) :]
