@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from cases import end_of_rank
 from hf_models import batch, gemma2, gpt_oss, llama, loss_of
 from torch.nn.parallel import DistributedDataParallel
 from transformers import MistralConfig, MistralForCausalLM
@@ -325,7 +326,7 @@ def main():
         dist.barrier()
         if dist.get_rank() == 0:
             print(f"{case.__name__} {'works' if is_possible else 'cannot run here'}", flush=True)
-    dist.destroy_process_group()
+    end_of_rank()
 
 
 if __name__ == "__main__":
