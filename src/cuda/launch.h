@@ -43,7 +43,7 @@ typedef struct skl_stats_layout {
     uint32_t results;                     /* SKL_STATS_* */
     int32_t chunks;                       /* parts of the query tiles of a head and sequence; a block processes one */
     int32_t slots;                        /* slots of key sums of a head: one for each adder of a chunk */
-    int32_t blocks;                       /* blocks that share the chunks; 0: one each */
+    int32_t blocks;                       /* blocks that share the chunks */
     int64_t slot_stride;                  /* keys of a slot: all keys, and a stage */
     size_t keys_at, heads_at, scratch_at; /* offsets of key sums, sums of heads and scratch, bytes */
 } skl_stats_layout;
