@@ -133,6 +133,14 @@ static skl_cuda_params launch_params(const skl_cuda_params *shared, const skl_cu
 
 skl_launch_hook skl_cuda_launch_hook = NULL;
 
+/* Returns an error's text, and clears the error. Launchers peek at the last error of their thread, so an error that
+ * stays would fail all later calls of the thread. */
+static const char *take_error(cudaError_t error)
+{
+    (void)cudaGetLastError();
+    return cudaGetErrorString(error);
+}
+
 /* Makes the plan's device current while a call launches, and the caller's again after it. Also where it is current
  * already: a thread's first cudaSetDevice gives it a context, without which the driver encodes no TMA descriptor. */
 static skl_status enter_device(const skl_plan *plan, int *former)
@@ -146,7 +154,7 @@ static skl_status enter_device(const skl_plan *plan, int *former)
         error = cudaSetDevice(plan->device_index);
     if (error == cudaSuccess)
         return SKL_OK;
-    return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", plan->device_index, cudaGetErrorString(error));
+    return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", plan->device_index, take_error(error));
 }
 
 static void leave_device(int device, int former)
@@ -190,7 +198,7 @@ static skl_status run(const skl_plan *plan, const skl_call *call)
     leave_device(plan->device_index, former);
     if (error == cudaSuccess)
         return SKL_OK;
-    return skl_fail(SKL_ERROR_DEVICE, "%s, %s: %s", launch[-1].kernel, launch[-1].step, cudaGetErrorString(error));
+    return skl_fail(SKL_ERROR_DEVICE, "%s, %s: %s", launch[-1].kernel, launch[-1].step, take_error(error));
 }
 
 static skl_status explain(const skl_plan *plan, const skl_call *call, skl_text *text)
@@ -220,7 +228,7 @@ static skl_status run_step(const skl_plan *plan, const skl_call *call, const cha
     const skl_cuda_params params = {.problem = plan->problem, .call = *call};
     const cudaError_t error = step(&params, argument);
     leave_device(plan->device_index, former);
-    return error == cudaSuccess ? SKL_OK : skl_fail(SKL_ERROR_DEVICE, "%s: %s", name, cudaGetErrorString(error));
+    return error == cudaSuccess ? SKL_OK : skl_fail(SKL_ERROR_DEVICE, "%s: %s", name, take_error(error));
 }
 
 static skl_status states_merge(const skl_plan *plan, skl_row_state *into, const skl_row_state *from,
@@ -252,7 +260,7 @@ static skl_status allocate(const skl_plan *plan, size_t size, void **memory, skl
     leave_device(plan->device_index, former);
     return error == cudaSuccess ? SKL_OK
                                 : skl_fail(SKL_ERROR_MEMORY, "workspace: %zu bytes could not be allocated: %s", size,
-                                           cudaGetErrorString(error));
+                                           take_error(error));
 }
 
 static void release(const skl_plan *plan, void *memory, skl_stream stream)
