@@ -400,6 +400,39 @@ static void test_current_device_is_unchanged(void **state)
     gpu_case_destroy(&g);
 }
 
+/* ---- Errors that leave the context usable -------------------------------------------------------------------- */
+
+static skl_status forward_on(const gpu_case *g, cudaStream_t stream)
+{
+    return skl_forward(g->plan, &g->inputs, &g->rows, g->workspace, g->workspace_size, stream);
+}
+
+/* A capture that a synchronization has invalidated accepts no launch. */
+static void test_a_failed_call_does_not_fail_the_next(void **state)
+{
+    (void)state;
+    const skl_problem problem = problem_of(SKL_BF16, 1, 1, 64, 64);
+    gpu_case g;
+    cudaStream_t captured, other;
+    cudaGraph_t graph = NULL;
+    gpu_case_create(&g, &problem, NULL, 0);
+    assert_int_equal(forward_on(&g, NULL), SKL_OK);
+    assert_cuda(cudaDeviceSynchronize());
+    assert_cuda(cudaStreamCreateWithFlags(&captured, cudaStreamNonBlocking));
+    assert_cuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    assert_cuda(cudaStreamBeginCapture(captured, cudaStreamCaptureModeRelaxed));
+    assert_int_not_equal(cudaStreamSynchronize(captured), cudaSuccess);
+    (void)cudaGetLastError();
+    assert_int_equal(forward_on(&g, captured), SKL_ERROR_DEVICE);
+    assert_int_equal(forward_on(&g, other), SKL_OK);
+    assert_int_not_equal(cudaStreamEndCapture(captured, &graph), cudaSuccess);
+    (void)cudaGetLastError();
+    assert_cuda(cudaStreamSynchronize(other));
+    assert_cuda(cudaStreamDestroy(captured));
+    assert_cuda(cudaStreamDestroy(other));
+    gpu_case_destroy(&g);
+}
+
 /* ---- Sticky errors: in a child process, because the CUDA context is unusable after them ----------------------- */
 
 enum { AS_EXPECTED = 0, NOT_AS_EXPECTED = 1 };
@@ -545,6 +578,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_a_million_queries_and_keys),
         cmocka_unit_test(test_device_index_out_of_range_is_refused),
         cmocka_unit_test(test_current_device_is_unchanged),
+        cmocka_unit_test(test_a_failed_call_does_not_fail_the_next),
         cmocka_unit_test(test_kernel_fault_is_reported_with_the_kernel_name),
         cmocka_unit_test(test_invalid_lengths_do_not_write_out_of_bounds),
         cmocka_unit_test(test_indexer_backward_in_several_chunks),
