@@ -366,7 +366,8 @@ typedef struct skl_stats {
     skl_output range_mass; /* [batch, heads_s, len_q, range_count]: sum_j P_ij over a range, whatever w_i */
     float *range_sum;      /* [batch, heads_s, range_count]: sum_i w_i range_mass_i */
     /* The top_k largest P_ij of every row, largest first: [batch, heads_s, len_q, top_k]. Where a row sees fewer keys
-     * the rest is -1 and 0. Equal ones come in the order of their keys on the CPU, in any order on a GPU. */
+     * the rest is -1 and 0. Equal ones come in the order of their keys on the CPU, in any order on a GPU. A key with
+     * a logit of -inf has P_ij = 0; the CPU lists it last, and a GPU has -1 in its place. */
     int32_t top_k;       /* 1..64 */
     skl_output top_keys; /* int32: keys, by number in their sequence */
     skl_output top_p;    /* P_ij of these keys */
