@@ -6,14 +6,14 @@ import torch
 
 from streamkl import reference
 from streamkl._attention_kl import lses_first
-from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD, KL_REVERSE, Options
+from streamkl._call import new_rows, row_names
+from streamkl._problem import DK_S, DK_T, DQ_S, DQ_T, KL_FORWARD, KL_REVERSE
 
 from .library import BACKWARD, DTYPES, FORWARD, ONE_PASS, STEP, Calls, address, addresses, lib
 from .report import worst
 
 FORWARD_GIVEN = "forward, lse_t given"  # differs from the forward only in teacher groups
 TENSORS = ("q_t", "k_t", "q_s", "k_s")
-ROWS = {"kl": "s", "lse_t": "t", "lse_s": "s", "dot_t": "t"}  # {row vector: the side whose heads it has}
 
 
 @dataclass(frozen=True)
@@ -94,50 +94,42 @@ def random_tensors(shape, device, query_std=1.0):
         heads = getattr(shape, ("key_heads_" if kind == "k" else "heads_") + side)
         size = (rows[0], heads, rows[1], getattr(shape, f"dim_{side}"))
         tensor = torch.randn(size, device=device) * (query_std if kind == "q" else 1.0)
-        made[name] = tensor.to(DTYPES[getattr(shape, f"dtype_{side}")][1])
+        made[name] = tensor.to(DTYPES[getattr(shape, f"dtype_{side}")])
     return made
-
-
-def problem_of(shape):
-    """The fields of Problem, without gradients."""
-    longest, total = max(shape.packed, default=shape.length), sum(shape.packed)
-    return dict(
-        dtype_t=DTYPES[shape.dtype_t][0], dtype_s=DTYPES[shape.dtype_s][0], batch=len(shape.sequences),
-        len_q=longest, len_k=longest, heads_t=shape.heads_t, heads_s=shape.heads_s, key_heads_t=shape.key_heads_t,
-        key_heads_s=shape.key_heads_s, dim_t=shape.dim_t, dim_s=shape.dim_s, softcap_t=shape.softcap,
-        softcap_s=shape.softcap, causal=shape.causal, window_left=shape.window, deterministic=shape.deterministic,
-        packed=bool(shape.packed), total_q=total, total_k=total,
-    )  # fmt: skip
 
 
 class AttentionCalls(Calls):
     """The passes of a shape on one set of tensors, and their results."""
 
     def __init__(self, tensors, shape, row_weight=None):
-        device, rows = tensors["q_s"].device, tensors["q_s"].shape[2]
         gradients = (DQ_T | DK_T if shape.teacher_gradients else 0) | DQ_S | DK_S
         direction = KL_REVERSE if shape.reverse else KL_FORWARD
-        super().__init__(device, gradients=gradients, direction=direction, **problem_of(shape))
+        ends = [0, *(end for *_, end in shape.sequences)]
+        ends = torch.tensor(ends, dtype=torch.int32, device=tensors["q_s"].device)
+        lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), ends) if shape.packed else {}
+        longest = max(shape.packed, default=-1)
+        super().__init__(
+            {name: tensor[0] for name, tensor in tensors.items()} | lengths if shape.packed else tensors,
+            gradients=gradients, direction=direction, softcap_t=shape.softcap, softcap_s=shape.softcap,
+            causal=shape.causal, window_left=shape.window, deterministic=shape.deterministic, max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )  # fmt: skip
         self.shape = shape
-        self.tensors, self.row_weight = tensors, row_weight  # kept: the structs hold only addresses
-        heads = {"t": shape.heads_t, "s": shape.heads_s}
+        self.tensors, self.row_weight, self.ends = tensors, row_weight, ends  # kept: the structs hold only addresses
         kind = gradients, direction, 0, shape.group_size > 1
         needed = [lib.rows_needed(operation, *kind) for operation in (lib.BACKWARD, lib.FORWARD_BACKWARD)]
         of_forward, of_one_pass = needed[0] | lib.KL | lib.LSE_T | lib.LSE_S, (needed[1] & lib.DOT_T) | lib.KL
+        made = new_rows(tensors["q_t"], of_forward | of_one_pass, self.plan.problem)
         self.rows = {
-            name: torch.zeros((len(tensors["q_s"]), heads[side], rows), device=device)
-            for bit, (name, side) in enumerate(ROWS.items()) if of_forward >> bit & 1 or of_one_pass >> bit & 1
-        }  # fmt: skip
+            name: row[None] if shape.packed else row for name, row in zip(row_names(of_forward | of_one_pass), made)
+        }
         trained = TENSORS if shape.teacher_gradients else TENSORS[2:]
         self.gradients = {f"d{name}": torch.empty_like(tensors[name]) for name in trained}
-        ends = [0, *(end for *_, end in shape.sequences)]
-        self.cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
-        names = ("cu_seqlens_q", "cu_seqlens_k") if shape.packed else ()
-        given, row = addresses(tensors) | dict.fromkeys(names, self.cu_seqlens.data_ptr()), addresses(self.rows)
+        given, row = addresses(tensors) | dict.fromkeys(lengths, ends.data_ptr()), addresses(self.rows)
         weight = {} if row_weight is None else {"grad_kl": address(row_weight)}
 
         def some(bits):
-            return {name: row[name] for bit, name in enumerate(ROWS) if bits >> bit & 1}
+            return {name: row[name] for name in row_names(bits)}
 
         lses, outputs = some(lib.LSE_T | lib.LSE_S), lib.pack_gradients(**addresses(self.gradients))
         inputs, one_pass = lib.pack_inputs(**given), lib.pack_inputs(**given, **lses, **weight)
@@ -150,8 +142,8 @@ class AttentionCalls(Calls):
         if shape.group_size > 1:
             known = lib.pack_inputs(**given, lse_t=row["lse_t"])
             self.calls[FORWARD_GIVEN] = [(lib.FORWARD, known, lib.pack_rows(kl=row["kl"]))]
-        options = Options(gradients=gradients, direction=direction, heads_first=True)
-        if lses_first(tensors["q_t"], tensors["q_s"], options):  # then attention_kl needs no forward and backward
+        # attention_kl then needs no forward and backward.
+        if lses_first(tensors["q_t"], tensors["q_s"], self.plan.problem):
             self.calls[STEP] = [(lib.FORWARD, inputs, lib.pack_rows(**lses)), last]
 
     def results(self):

@@ -5,15 +5,11 @@ from functools import cached_property
 import torch
 
 from streamkl import _library as lib
-from streamkl._problem import CPU, CUDA, Problem
+from streamkl._call import plan_for, specs_of, stream_of
+from streamkl._problem import Options
 
 FORWARD, BACKWARD, ONE_PASS, STEP = "forward", "backward", "one pass", "forward + backward"  # passes
-RUN = (  # by skl_op
-    "skl_forward", "skl_backward", "skl_forward_backward", "skl_partial", "skl_attention_backward", "skl_attention_forward",
-    "skl_attention_stats",
-)  # fmt: skip
-# {name: (skl_dtype, type of torch)}
-DTYPES = {"f32": (0, torch.float32), "f16": (1, torch.float16), "bf16": (2, torch.bfloat16)}
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 def address(tensor):
@@ -25,32 +21,29 @@ def addresses(tensors):
     return {name: address(tensor) for name, tensor in tensors.items()}
 
 
-def make_plan(device, **fields):
-    """Fields of Problem, which has defaults for the others."""
-    kind = CUDA if device.type == "cuda" else CPU
-    return lib.Plan(Problem(device=kind, device_index=device.index or 0, **fields))
-
-
 class Calls:
     """A plan, its workspace, and `calls`: {pass: [(operation, inputs, outputs...)]}, filled by a subclass.
 
-    All calls go to the library that was loaded when the plan was made, so two libraries can be compared in a process.
+    The plan is that of inputs [batch, heads, length, dim], or packed [heads, total, dim], by name.
     """
 
-    def __init__(self, device, **fields):
-        self.library, self.device = lib.library(), device
-        self.plan = make_plan(device, **fields)
+    def __init__(self, inputs, **options):
+        self.device = inputs["q_s"].device
+        self.plan = plan_for(specs_of(**inputs), Options(heads_first=True, **options))
         self.calls = {}
 
     @cached_property
     def workspace(self):
         return torch.empty(max(map(self.workspace_bytes, self.calls)), dtype=torch.uint8, device=self.device)
 
+    def prepared(self, name):
+        """[(function of the library, its arguments)] of a pass on the current stream."""
+        last = self.workspace.data_ptr(), self.workspace.numel(), stream_of(self.device)
+        return [(lib.run_function(op), (self.plan.handle, *structs, *last)) for op, *structs in self.calls[name]]
+
     def run(self, name):
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else None
-        for operation, *structs in self.calls[name]:
-            call = getattr(self.library, RUN[operation])
-            lib.check(call(self.plan.handle, *structs, self.workspace.data_ptr(), self.workspace.numel(), stream))
+        for function, arguments in self.prepared(name):
+            lib.check(function(*arguments))
 
     def timed(self, names):
         """{pass: call}"""

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from harness.attention import WRONG, WRONG_16_BITS, relative_error
-from harness.library import DTYPES, FORWARD, STEP, Calls, address, addresses, lib
+from harness.library import FORWARD, STEP, Calls, address, addresses, lib
 from harness.options import add_numbers, check_least
 from harness.report import errors_text, ratio
 from harness.run import Method, make_peer
@@ -30,7 +30,7 @@ from harness.timing import release_memory
 from peers.attention import PYTORCH, leaves_of
 from peers.tilelang_dsa import ENTRY, TILELANG, tilelang_step
 from streamkl import reference
-from streamkl._problem import DK_S, DQ_S, DW_S, INDEXER
+from streamkl._problem import DK_S, DQ_S, DW_S
 
 COLUMNS = (
     "date gpu torch commit method kernel pass length heads key_heads dim index_heads index_dim top_k mask ms fastest_ms tflops"
@@ -53,7 +53,7 @@ class IndexerCase:
     top_k: int  # 0: all keys that the mask leaves, not sparse
     causal: bool
 
-    problem: ClassVar[dict] = {}  # fields of the problem besides shapes and masks: a pooled teacher
+    problem: ClassVar[dict] = {}  # options besides the mask: a pooled teacher
     pooling = reference.Pooling()
 
     @property
@@ -146,13 +146,7 @@ class IndexerCalls(Calls):
 
     def __init__(self, tensors, case, lse_t=None):
         q_s, k_s, w_s = tensors["q_s"], tensors["k_s"], tensors["w_s"]
-        bf16, f32 = DTYPES["bf16"][0], DTYPES["f32"][0]
-        super().__init__(
-            q_s.device, dtype_t=bf16, dtype_s=bf16, dtype_w=f32, gradients=DQ_S | DK_S | DW_S,
-            causal=case.causal, batch=1, len_q=case.length, len_k=case.length, heads_t=case.heads, heads_s=1,
-            key_heads_t=case.key_heads, key_heads_s=1, dim_t=case.dim, dim_s=case.index_dim, student=INDEXER,
-            index_heads=case.index_heads, top_k=tensors["indices"].shape[-1] if case.top_k else 0, **case.problem,
-        )  # fmt: skip
+        super().__init__(tensors, gradients=DQ_S | DK_S | DW_S, causal=case.causal, **case.problem)
         self.tensors, self.given_lse_t = tensors, lse_t  # kept: the structs hold only addresses
 
         def rows(heads):

@@ -16,7 +16,7 @@ import torch
 
 import streamkl
 from harness.attention import Shape, prepared_calls
-from harness.library import FORWARD, RUN, lib
+from harness.library import FORWARD, lib
 from harness.run import Result
 from peers.attention import leaves_of
 
@@ -50,11 +50,7 @@ def host_microseconds(run, device, calls=20, samples=50):
 
 def c_call(calls):
     """The forward in C, with structs and memory that are ready."""
-    ((operation, *structs),) = calls.calls[FORWARD]
-    workspace = calls.workspace
-    stream = torch.cuda.current_stream().cuda_stream if calls.device.type == "cuda" else None
-    run = getattr(calls.library, RUN[operation])
-    arguments = (calls.plan.handle, *structs, workspace.data_ptr(), workspace.numel(), stream)
+    ((run, arguments),) = calls.prepared(FORWARD)
     return lambda keep=calls: lib.check(run(*arguments))
 
 

@@ -14,7 +14,7 @@ sums of FlexAttention, too. cuDNN and FlexAttention have expanded key heads, out
 
 import torch
 
-from harness.attention import WRONG, Shape, problem_of, random_tensors, relative_error
+from harness.attention import WRONG, Shape, random_tensors, relative_error
 from harness.library import Calls, addresses, lib
 from harness.report import ratio, too_large
 from harness.run import PEER_WRONG, methods_of
@@ -50,8 +50,8 @@ class StatsCalls(Calls):
     """One set of random tensors, and the calls on it."""
 
     def __init__(self, shape, device):
-        super().__init__(device, gradients=0, **problem_of(shape))
         self.shape, self.tensors = shape, random_tensors(shape, device)
+        super().__init__(self.tensors, gradients=0, causal=shape.causal)
         rows = torch.empty(self.tensors["q_s"].shape[:3], device=device)
         names = "kl lse_t lse_s entropy max_logit expected_distance key_sum".split()
         self.rows = {name: rows.clone() for name in names}
