@@ -59,15 +59,28 @@ def sdpa(q, k, v, causal, backend):
 
 
 def attention(name, backend, version):
-    def make(tensors, shape, weight):
-        leaves = leaves_of(tensors["q_s"], tensors["k_s"], tensors["k_t"])
-        return with_autograd(name, version(), shape, lambda: sdpa(*leaves, shape.causal, backend), leaves)
+    """Attention with the heads, head size and type of the teacher. Its make() raises what PyTorch raises.
+
+    Where PyTorch's interface to a backend refuses shared key heads, they are expanded beforehand, outside of the time.
+    """
+
+    def make(tensors, shape, weight=None):
+        if shape.window >= 0:
+            raise ValueError("PyTorch's interface to attention has no window")
+        leaves = leaves_of(tensors["q_t"], tensors["k_t"], torch.randn_like(tensors["k_t"]))
+
+        def attend():
+            return sdpa(*leaves, shape.causal, backend)
+
+        try:
+            attend()
+        except RuntimeError:
+            group_size = shape.heads_t // shape.key_heads_t
+            leaves[1:] = leaves_of(*(tensor.repeat_interleave(group_size, 1) for tensor in leaves[1:]))
+            attend()
+        return with_autograd(name, version(), shape, attend, leaves)
 
     return make
-
-
-def cudnn_version():
-    return f"cuDNN {torch.backends.cudnn.version()}"
 
 
 # ---- Attention KL that autograd differentiates ---------------------------------------------------------------------
@@ -163,7 +176,7 @@ def flex_composition(shape, device):
 
 
 PEERS = {  # in the order of the table; arguments: tensors, shape, weight of each KL
-    "cudnn": attention("cudnn", "CUDNN_ATTENTION", cudnn_version),
+    "cudnn": attention("cudnn", "CUDNN_ATTENTION", lambda: f"cuDNN {torch.backends.cudnn.version()}"),
     "fa2": attention("fa2", "FLASH_ATTENTION", lambda: PYTORCH),
     "flex": attention_kl("flex", flex_composition),
     "compile": attention_kl("compile", lambda shape, device: compiled(materialized(shape, device))),

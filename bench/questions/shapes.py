@@ -18,14 +18,12 @@ all heads are compared with float64 there. `kernel` has the kernels that skl_pla
 
 from functools import lru_cache
 
-import torch
-
 from harness.attention import FORWARD_GIVEN, AttentionCalls, Exact, Shape, prepared_calls, random_tensors
 from harness.library import BACKWARD, FORWARD, ONE_PASS, STEP
 from harness.report import errors_text, ratio, rounded, too_large, worst
 from harness.run import Method, make_peer
 from harness.timing import release_memory
-from peers.attention import cudnn_version, leaves_of, sdpa, with_autograd
+from peers.attention import PEERS
 
 COLUMNS = (
     "date gpu torch commit shape pass batch length mask heads_t key_heads_t dim_t dtype_t heads_s key_heads_s dim_s dtype_s"
@@ -103,38 +101,13 @@ def cases(given):
     return SHAPES
 
 
-# ---- The methods ---------------------------------------------------------------------------------------------------
+# ---- Measuring -----------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def base_calls(shape, device):
     """The calls of the shape that all others are compared with."""
     return prepared_calls(shape, device)
-
-
-def cudnn(tensors, shape):
-    """Attention with the heads, head size and type of the teacher. Raises what PyTorch raises.
-
-    Where PyTorch's interface to cuDNN refuses shared key heads, they are expanded beforehand, outside of the time.
-    """
-    if shape.window >= 0:
-        raise ValueError("PyTorch's interface to cuDNN has no window")
-    q, k = tensors["q_t"], tensors["k_t"]
-
-    def attend(leaves):
-        return sdpa(*leaves, shape.causal, "CUDNN_ATTENTION")
-
-    leaves = leaves_of(q, k, torch.randn_like(k))
-    try:
-        attend(leaves)
-    except RuntimeError:
-        group_size = shape.heads_t // shape.key_heads_t
-        leaves = leaves_of(q, *(tensor.repeat_interleave(group_size, 1) for tensor in leaves[1:]))
-        attend(leaves)
-    return with_autograd("cudnn", cudnn_version(), shape, lambda: attend(leaves), leaves)
-
-
-# ---- Measuring -----------------------------------------------------------------------------------------------------
 
 
 def check(shape, device):
@@ -171,7 +144,7 @@ def measure(shape, run, base=BASE):
     calls = prepared_calls(shape, run.device)
     flops = {name: shape.flops(name) for name in COMPARED["base"]}
     ours = Method("ours", calls.timed(calls.calls), flops=flops, errors=errors)
-    others = {"base": ours, "cudnn": make_peer("cudnn", lambda: cudnn(calls.tensors, shape))}
+    others = {"base": ours, "cudnn": make_peer("cudnn", lambda: PEERS["cudnn"](calls.tensors, shape))}
     if shape != base:
         theirs = base_calls(base, run.device)
         others["base"] = Method("base", theirs.timed(theirs.calls))
