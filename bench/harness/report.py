@@ -5,10 +5,11 @@ from datetime import date
 
 
 def bytes_text(size):
-    sign, size = "-" if size < 0 else "", abs(size)
+    """A number of bytes, which may be a text, with three digits."""
+    size = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{sign}{size:.4g} {unit}"
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.3g} {unit}" if abs(size) < 1000 else f"{size:.0f} {unit}"
         size /= 1024
 
 
@@ -58,7 +59,7 @@ NAMES = "method kernel pass note".split()  # columns of text
 
 
 def cell(column, value):
-    return bytes_text(int(value)) if column.endswith("_bytes") and value != "" else str(value)
+    return bytes_text(value) if column.endswith("_bytes") and value != "" else str(value)
 
 
 def table(rows, columns):
