@@ -11,18 +11,94 @@
 
 /* ---- A plan ------------------------------------------------------------------------------------------------- */
 
-enum { THREADS = 1, MIB = 1 << 20 };
+enum { THREADS = 1, MIB = 1 << 20, COUNTS_MAX = 16, CONDITIONS_MAX = 16 };
 
-/* A case with other lengths, on a device. */
+/* What the table may name, and what it is for one problem. */
+typedef struct counted {
+    const char *text;
+    double count;
+} counted;
+
+typedef struct condition {
+    const char *text;
+    bool holds;
+} condition;
+
+/* A case with other lengths, on a device, and what the columns "for each" and "where" stand for. */
 typedef struct setting {
     skl_problem problem; /* key heads filled in */
     const char *gpu;     /* NULL: the CPU */
     int32_t deterministic;
+    counted counts[COUNTS_MAX];
+    condition conditions[CONDITIONS_MAX];
 } setting;
+
+static bool is_16_bit(const skl_problem *p, uint32_t gradient, skl_dtype dtype)
+{
+    return p->gradients & gradient && dtype != SKL_F32 && !p->grad_f32;
+}
+
+/* Elements of the 16-bit dk of one head. */
+static double elements_of_dk(const skl_problem *p)
+{
+    const int64_t dims = is_16_bit(p, SKL_DK_T, p->dtype_t) * p->dim_t +
+                         (is_16_bit(p, SKL_DK_S, p->dtype_s) + is_16_bit(p, SKL_DV_S, p->dtype_s)) * p->dim_s;
+    return (double)(p->len_k * dims);
+}
+
+static void set_counts(setting *s)
+{
+    const skl_problem *const p = &s->problem;
+    const int64_t block = p->pool_size > 0 ? p->pool_size : 1;
+    const double rows = (double)p->batch * (double)p->len_q, rows_s = rows * (double)p->heads_s;
+    const double blocks = (double)((p->len_k + block - 1) / block);
+    const double dk_t = p->gradients & SKL_DK_T ? rows * (double)(p->key_heads_t * p->dim_t) : 0;
+    const double dk_s = p->gradients & SKL_DK_S ? rows * (double)(p->key_heads_s * p->dim_s) : 0;
+    const counted counts[COUNTS_MAX] = {
+        {"thread with work", THREADS},
+        {"thread and element of a head's dk", THREADS * elements_of_dk(p)},
+        {"call", 1},
+        {"row and student head", rows_s},
+        {"row and teacher head", rows * (double)p->heads_t},
+        {"key", rows},
+        {"row and block", rows + (double)p->batch * blocks},
+        {"block of one sequence", blocks},
+        {"key of one sequence", (double)p->len_k},
+        {"row of q_t, q_s, k_t and k_s", rows * (double)(p->heads_t + p->heads_s + p->key_heads_t + p->key_heads_s)},
+        {"element of dq_s", rows_s * (double)p->dim_s},
+        {"element of dk_s", dk_s},
+        {"element of dk_t and dk_s", dk_t + dk_s},
+    };
+    memcpy(s->counts, counts, sizeof counts);
+}
+
+static void set_conditions(setting *s)
+{
+    const skl_problem *const p = &s->problem;
+    const bool indexer = p->student == SKL_STUDENT_INDEXER, groups = !indexer && p->heads_t != p->heads_s;
+    const bool summed = (is_16_bit(p, SKL_DK_T, p->dtype_t) && p->dim_t <= 128) ||
+                        (is_16_bit(p, SKL_DK_S, p->dtype_s) && p->dim_s <= 128);
+    const bool other_types = p->dtype_t == SKL_F32 || p->dtype_s == SKL_F32 || p->dtype_t != p->dtype_s;
+    const bool odd_sizes = p->dim_t % 8 != 0 || p->dim_s % 8 != 0;
+    const condition conditions[CONDITIONS_MAX] = {
+        {"CPU", s->gpu == NULL},
+        {"GPU", s->gpu != NULL},
+        {"Hopper", s->gpu != NULL && s->gpu[0] == 'h'},
+        {"row bounds", p->row_bounds != 0},
+        {"16-bit dk", elements_of_dk(p) > 0},
+        {"summed dk", summed && !s->deterministic},
+        {"two-term rows", !indexer && p->dim_t <= 128 && p->dim_s <= 128 && (other_types || odd_sizes)},
+        {"pooled teacher", p->pool != SKL_POOL_NONE},
+        {"groups or indexer", groups || indexer},
+        {"groups", groups},
+        {"indexer", indexer},
+    };
+    memcpy(s->conditions, conditions, sizeof conditions);
+}
 
 static setting setting_of(const test_case *c, int64_t length, const char *gpu, int32_t deterministic)
 {
-    setting s = {case_problem(c), gpu, deterministic};
+    setting s = {.problem = case_problem(c), .gpu = gpu, .deterministic = deterministic};
     skl_problem *const p = &s.problem;
     p->len_q = p->len_k = length;
     p->batch = p->batch > 0 ? p->batch : 1;
@@ -30,6 +106,8 @@ static setting setting_of(const test_case *c, int64_t length, const char *gpu, i
         p->total_q = p->total_k = p->batch * length;
     p->key_heads_t = p->key_heads_t ? p->key_heads_t : p->heads_t;
     p->key_heads_s = p->key_heads_s ? p->key_heads_s : p->heads_s;
+    set_counts(&s);
+    set_conditions(&s);
     return s;
 }
 
@@ -47,115 +125,7 @@ static skl_plan *plan_of(const setting *s)
     return plan;
 }
 
-/* ---- Counts: the column "for each" ---------------------------------------------------------------------------- */
-
-static double rows_of(const setting *s)
-{
-    return (double)s->problem.batch * (double)s->problem.len_q;
-}
-
-static double count_threads(const setting *s)
-{
-    (void)s;
-    return THREADS;
-}
-
-static double count_calls(const setting *s)
-{
-    (void)s;
-    return 1;
-}
-
-static double count_student_rows(const setting *s)
-{
-    return rows_of(s) * (double)s->problem.heads_s;
-}
-
-static double count_teacher_rows(const setting *s)
-{
-    return rows_of(s) * (double)s->problem.heads_t;
-}
-
-static double count_keys(const setting *s)
-{
-    return rows_of(s);
-}
-
-static double count_keys_of_one(const setting *s)
-{
-    return (double)s->problem.len_k;
-}
-
-static double count_blocks_of_one(const setting *s)
-{
-    const int64_t size = s->problem.pool_size > 0 ? s->problem.pool_size : 1;
-    return (double)((s->problem.len_k + size - 1) / size);
-}
-
-static double count_rows_and_blocks(const setting *s)
-{
-    return rows_of(s) + (double)s->problem.batch * count_blocks_of_one(s);
-}
-
-static double count_q_and_k_rows(const setting *s)
-{
-    const skl_problem *const p = &s->problem;
-    return rows_of(s) * (double)(p->heads_t + p->heads_s + p->key_heads_t + p->key_heads_s);
-}
-
-static double count_dq_s(const setting *s)
-{
-    return count_student_rows(s) * (double)s->problem.dim_s;
-}
-
-static double count_dk_s(const setting *s)
-{
-    const skl_problem *const p = &s->problem;
-    return p->gradients & SKL_DK_S ? rows_of(s) * (double)(p->key_heads_s * p->dim_s) : 0;
-}
-
-static double count_dk(const setting *s)
-{
-    const skl_problem *const p = &s->problem;
-    return count_dk_s(s) + (p->gradients & SKL_DK_T ? rows_of(s) * (double)(p->key_heads_t * p->dim_t) : 0);
-}
-
-static bool is_16_bit(const skl_problem *p, uint32_t gradient, skl_dtype dtype)
-{
-    return p->gradients & gradient && dtype != SKL_F32 && !p->grad_f32;
-}
-
-static double count_dk_of_threads(const setting *s)
-{
-    const skl_problem *const p = &s->problem;
-    const int64_t dims = is_16_bit(p, SKL_DK_T, p->dtype_t) * p->dim_t +
-                         (is_16_bit(p, SKL_DK_S, p->dtype_s) + is_16_bit(p, SKL_DV_S, p->dtype_s)) * p->dim_s;
-    return (double)(THREADS * p->len_k * dims);
-}
-
-typedef struct counted {
-    const char *text;
-    double (*count)(const setting *s);
-} counted;
-
-static const counted counts[] = {
-    {"thread with work", count_threads},
-    {"thread and element of a head's dk", count_dk_of_threads},
-    {"call", count_calls},
-    {"row and student head", count_student_rows},
-    {"row and teacher head", count_teacher_rows},
-    {"key", count_keys},
-    {"row and block", count_rows_and_blocks},
-    {"block of one sequence", count_blocks_of_one},
-    {"key of one sequence", count_keys_of_one},
-    {"row of q_t, q_s, k_t and k_s", count_q_and_k_rows},
-    {"element of dq_s", count_dq_s},
-    {"element of dk_s", count_dk_s},
-    {"element of dk_t and dk_s", count_dk},
-};
-
-/* ---- Conditions: the columns "operations" and "where" ---------------------------------------------------------- */
-
+/* The column "operations". */
 static const struct {
     const char *text;
     uint32_t ops; /* bits of skl_op */
@@ -168,96 +138,18 @@ static const struct {
     {"all but backward", 63 & ~(1 << 1)},
 };
 
-static bool on_cpu(const setting *s)
-{
-    return s->gpu == NULL;
-}
-
-static bool on_gpu(const setting *s)
-{
-    return s->gpu != NULL;
-}
-
-static bool on_hopper(const setting *s)
-{
-    return s->gpu != NULL && s->gpu[0] == 'h';
-}
-
-static bool has_row_bounds(const setting *s)
-{
-    return s->problem.row_bounds != 0;
-}
-
-static bool has_16_bit_dk(const setting *s)
-{
-    return count_dk_of_threads(s) > 0;
-}
-
-static bool has_summed_dk(const setting *s)
-{
-    const skl_problem *const p = &s->problem;
-    return !s->deterministic && ((is_16_bit(p, SKL_DK_T, p->dtype_t) && p->dim_t <= 128) ||
-                                 (is_16_bit(p, SKL_DK_S, p->dtype_s) && p->dim_s <= 128));
-}
-
-static bool is_indexer(const setting *s)
-{
-    return s->problem.student == SKL_STUDENT_INDEXER;
-}
-
-static bool has_groups(const setting *s)
-{
-    return !is_indexer(s) && s->problem.heads_t != s->problem.heads_s;
-}
-
-static bool has_pooled_teacher(const setting *s)
-{
-    return s->problem.pool != SKL_POOL_NONE;
-}
-
-static bool has_groups_or_indexer(const setting *s)
-{
-    return is_indexer(s) || has_groups(s);
-}
-
-static bool has_two_term_rows(const setting *s)
-{
-    const skl_problem *const p = &s->problem;
-    const bool other_types = p->dtype_t == SKL_F32 || p->dtype_s == SKL_F32 || p->dtype_t != p->dtype_s;
-    const bool odd_sizes = p->dim_t % 8 != 0 || p->dim_s % 8 != 0;
-    return !is_indexer(s) && p->dim_t <= 128 && p->dim_s <= 128 && (other_types || odd_sizes);
-}
-
-static const struct {
-    const char *text;
-    bool (*holds)(const setting *s);
-} conditions[] = {
-    {"CPU", on_cpu},
-    {"GPU", on_gpu},
-    {"Hopper", on_hopper},
-    {"row bounds", has_row_bounds},
-    {"16-bit dk", has_16_bit_dk},
-    {"summed dk", has_summed_dk},
-    {"two-term rows", has_two_term_rows},
-    {"pooled teacher", has_pooled_teacher},
-    {"groups or indexer", has_groups_or_indexer},
-    {"groups", has_groups},
-    {"indexer", is_indexer},
-};
-
 /* ---- The table ------------------------------------------------------------------------------------------------ */
 
-enum { ROWS_MAX = 32, CONDITIONS_MAX = 4, COLUMNS = 5 };
+enum { ROWS_MAX = 32, COLUMNS = 5 };
 
 typedef struct table_row {
     char line[160];
     double bytes;
-    const counted *counted;
+    int counted; /* number of a count of a setting */
     bool grows;
-    uint32_t ops;
-    bool (*conditions[CONDITIONS_MAX])(const setting *s);
-    bool possible; /* a plan of this build can meet its conditions */
-    bool needed;   /* with half the figure, a plan would need more than the table says */
+    uint32_t ops, conditions; /* bits of skl_op; bits of the conditions of a setting */
+    bool possible;            /* a plan of this build can meet its conditions */
+    bool needed;              /* with half the figure, a plan would need more than the table says */
 } table_row;
 
 static table_row table[ROWS_MAX];
@@ -278,21 +170,21 @@ static int columns_of(char *line, char *columns[COLUMNS])
     return count;
 }
 
-static void parse_conditions(table_row *row, char *text)
+static void parse_conditions(table_row *row, const setting *any, char *text)
 {
-    int count = 0;
     for (char *part = strtok(text, ","); part != NULL; part = strtok(NULL, ",")) {
-        part += strspn(part, " ");
-        for (size_t n = 0; n < COUNT_OF(conditions); n++)
-            if (strcmp(conditions[n].text, part) == 0)
-                row->conditions[count++] = conditions[n].holds;
+        int n = 0;
+        while (any->conditions[n].text && strcmp(any->conditions[n].text, part + strspn(part, " ")) != 0)
+            n++;
+        if (any->conditions[n].text == NULL)
+            fail_msg("%s: unknown condition", row->line);
+        row->conditions |= 1U << n;
     }
-    if (count == 0 || count > CONDITIONS_MAX)
-        fail_msg("%s: no known condition", row->line);
 }
 
 static void parse_row(const char *line)
 {
+    const setting any = setting_of(&test_cases[0], 1, NULL, 0); /* for the texts of counts and conditions */
     char text[160], *columns[COLUMNS] = {NULL}, unit[8] = "";
     table_row *const row = &table[table_rows++];
     assert_true(table_rows < ROWS_MAX);
@@ -302,14 +194,13 @@ static void parse_row(const char *line)
         fail_msg("%s: not a row of five columns", line);
     row->bytes *= strcmp(unit, "MiB") == 0 ? MIB : 1;
     row->grows = strcmp(columns[2], "O(N)") == 0;
-    for (size_t n = 0; n < COUNT_OF(counts); n++)
-        if (strcmp(counts[n].text, columns[1]) == 0)
-            row->counted = &counts[n];
+    while (any.counts[row->counted].text && strcmp(any.counts[row->counted].text, columns[1]) != 0)
+        row->counted++;
     for (size_t n = 0; n < COUNT_OF(operations); n++)
         if (strcmp(operations[n].text, columns[3]) == 0)
             row->ops = operations[n].ops;
-    parse_conditions(row, columns[4]);
-    if (row->counted == NULL || row->ops == 0)
+    parse_conditions(row, &any, columns[4]);
+    if (any.counts[row->counted].text == NULL || row->ops == 0)
         fail_msg("%s: unknown count or operations", line);
 }
 
@@ -336,17 +227,12 @@ static int read_table(void **state)
 
 /* ---- Comparison ----------------------------------------------------------------------------------------------- */
 
-static bool applies(const table_row *row, const setting *s, int op)
-{
-    bool all = row->ops >> op & 1;
-    for (int n = 0; n < CONDITIONS_MAX && row->conditions[n] != NULL; n++)
-        all = all && row->conditions[n](s);
-    return all;
-}
-
 static double row_bytes(const table_row *row, const setting *s, int op)
 {
-    return applies(row, s, op) ? row->bytes * row->counted->count(s) : 0;
+    bool applies = row->ops >> op & 1;
+    for (int n = 0; n < CONDITIONS_MAX; n++)
+        applies = applies && (s->conditions[n].holds || !(row->conditions >> n & 1));
+    return applies ? row->bytes * s->counts[row->counted].count : 0;
 }
 
 static double table_bytes(const setting *s, int op)
