@@ -1,4 +1,4 @@
-/* Features of indexers: indices, weights, and teacher heads that are distributed over ranks. */
+/* Features of indexers: indices, weights, strips and repeated runs. */
 #include "trial.h"
 
 #include <math.h>
@@ -257,116 +257,6 @@ static void check_repeats(trial *t)
     skl_plan_destroy(plan);
 }
 
-/* ---- Teacher heads distributed over ranks ------------------------------------------------------------------ */
-
-enum { RANKS = 3 };
-static const int64_t rank_begin[RANKS + 1] = {0, 1, 3, 6}; /* of six teacher heads */
-
-static skl_input heads_from(skl_input tensor, skl_dtype dtype, int64_t head)
-{
-    tensor.data =
-        tensor.data ? (const char *)tensor.data + head * tensor.stride_head * (int64_t)dtype_size(dtype) : NULL;
-    return tensor;
-}
-
-/* Problem and inputs of one rank. */
-static skl_problem rank_problem(const fixture *f, int rank)
-{
-    skl_problem p = f->problem;
-    p.heads_t = p.key_heads_t = rank_begin[rank + 1] - rank_begin[rank];
-    return p;
-}
-
-static skl_inputs rank_inputs(const fixture *f, int rank)
-{
-    skl_inputs inputs = f->inputs;
-    inputs.q_t = heads_from(inputs.q_t, f->problem.dtype_t, rank_begin[rank]);
-    inputs.k_t = heads_from(inputs.k_t, f->problem.dtype_t, rank_begin[rank]);
-    inputs.lse_t = heads_from(inputs.lse_t, SKL_F32, rank_begin[rank]);
-    return inputs;
-}
-
-/* Within the rounding error of a sum of f32 results. */
-static void assert_tensor_near(const test_tensor *actual, const double *exact, const char *name)
-{
-    double largest = 0;
-    for (int64_t n = 0; n < tensor_count(actual); n++)
-        largest = fmax(largest, fabs(exact[n]));
-    for (int64_t n = 0; n < tensor_count(actual); n++)
-        if (!(fabs(tensor_get(actual, n) - exact[n]) <= 1e-5 * largest))
-            fail_msg("%s[%lld] is %.9g, not %.9g", name, (long long)n, tensor_get(actual, n), exact[n]);
-}
-
-/* Weights the results of rank n by c_n = r_n Z_n / sum_m r_m Z_m: see docs/guide/many-gpus.md. */
-static void check_ranks(const test_case *c)
-{
-    fixture f;
-    fixture_create(&f, c);
-    fixture_solve(&f);
-    skl_plan *plans[RANKS];
-    fixture_results rank_results[RANKS];
-    fixture_results sum = results_create(&f);
-    test_tensor shares = tensor_create(SKL_F32, f.batch, f.problem.heads_s, f.length_q, 1, LAYOUT_CONTIGUOUS);
-    tensor_set_all(&shares, 0);
-    test_tensor *const summed[] = {&sum.cross_entropy, &sum.dq_s, &sum.dk_s, &sum.dw_s};
-    for (size_t t = 0; t < COUNT_OF(summed); t++)
-        tensor_set_all(summed[t], 0);
-
-    for (int n = 0; n < RANKS; n++) {
-        const skl_problem p = rank_problem(&f, n);
-        const skl_inputs inputs = rank_inputs(&f, n);
-        plans[n] = test_plan(&p, NULL, 2);
-        rank_results[n] = results_create(&f);
-        const skl_rows rows = results_rows(&rank_results[n]);
-        run_forward(plans[n], &inputs, &rows);
-        for (int64_t i = 0; i < tensor_count(&shares); i++)
-            tensor_set(&shares, i, tensor_get(&shares, i) + (double)p.heads_t * tensor_get(&rank_results[n].mass, i));
-    }
-    for (int n = 0; n < RANKS; n++) {
-        fixture_results *const rank = &rank_results[n];
-        test_tensor upstream = tensor_create(SKL_F32, f.batch, f.problem.heads_s, f.length_q, 1, LAYOUT_CONTIGUOUS);
-        for (int64_t i = 0; i < tensor_count(&upstream); i++) {
-            const double held = (double)(rank_begin[n + 1] - rank_begin[n]) * tensor_get(&rank->mass, i);
-            const double share = held == 0 ? 0 : held / tensor_get(&shares, i);
-            tensor_set(&upstream, i, share * tensor_get(&f.grad_kl, i));
-            tensor_set(&rank->cross_entropy, i, share * tensor_get(&rank->cross_entropy, i));
-        }
-        skl_inputs inputs = rank_inputs(&f, n);
-        inputs.grad_kl = tensor_input(&upstream);
-        inputs.lse_t = tensor_input(&rank->lse_t), inputs.lse_s = tensor_input(&rank->lse_s);
-        const skl_gradients gradients = results_gradients(rank);
-        run_backward(plans[n], &inputs, &gradients);
-        const test_tensor *const contributions[] = {&rank->cross_entropy, &rank->dq_s, &rank->dk_s, &rank->dw_s};
-        for (size_t t = 0; t < COUNT_OF(contributions); t++)
-            tensor_add(summed[t], contributions[t]);
-        tensor_destroy(&upstream);
-    }
-    assert_tensor_near(&sum.cross_entropy, f.exact.cross_entropy, "cross_entropy");
-    assert_tensor_near(&sum.dq_s, f.exact.dq_s, "dq_s");
-    assert_tensor_near(&sum.dk_s, f.exact.dk_s, "dk_s");
-    assert_tensor_near(&sum.dw_s, f.exact.dw_s, "dw_s");
-
-    for (int n = 0; n < RANKS; n++) {
-        results_destroy(&rank_results[n]);
-        skl_plan_destroy(plans[n]);
-    }
-    results_destroy(&sum);
-    tensor_destroy(&shares);
-    fixture_destroy(&f);
-}
-
-static void test_ranks_with_different_heads_add_up(void **state)
-{
-    (void)state;
-    const test_case cases[] = {
-        {"ranks", SHAPE(2, 37, 53), HEADS(6, 1), DIMS(16, 16), INDEXER(3), CAUSAL, OFFSETS(10, 0)},
-        {"wider", SHAPE(2, 37, 53), HEADS(6, 1), DIMS(16, 16), INDEXER(3), OFFSETS(10, 0), .lse = LSE_WIDER},
-        {"sparse", SHAPE(2, 37, 53), HEADS(6, 1), DIMS(16, 16), INDEXER(3), TOP_K(17), .lse = LSE_WIDER},
-    };
-    for (size_t c = 0; c < COUNT_OF(cases); c++)
-        check_ranks(&cases[c]);
-}
-
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -380,7 +270,6 @@ int main(void)
                .check = check_lse_of_the_student),
         cmocka_unit_test(test_more_slots_than_fit_in_a_strip),
         TRIALS(every_run_has_the_same_bits, repeated, .check = check_repeats),
-        cmocka_unit_test(test_ranks_with_different_heads_add_up),
     };
     return test_run("indexer", tests, COUNT_OF(tests));
 }
