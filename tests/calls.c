@@ -47,15 +47,6 @@ const char *attention_kernel(const skl_problem *problem, int32_t index)
     return kernel;
 }
 
-void case_in_every_type(const test_case *c, void (*check)(const test_case *))
-{
-    for (int dtype = SKL_F32; dtype <= SKL_BF16; dtype++) {
-        test_case typed = *c;
-        typed.dtype_t = typed.dtype_s = (skl_dtype)dtype;
-        check(&typed);
-    }
-}
-
 void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows)
 {
     const any_call call = {.plan = plan, .inputs_address = inputs, .rows_address = rows};
@@ -157,13 +148,6 @@ void run_both(const skl_plan *plan, const fixture *f, const fixture_results *res
 void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fixture_results *results)
 {
     skl_plan *const plan = test_plan(&f->problem, kernel, threads);
-    run_both(plan, f, results);
-    skl_plan_destroy(plan);
-}
-
-void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_results *results)
-{
-    skl_plan *const plan = test_plan_of_kind(&f->problem, kernel, kind);
     run_both(plan, f, results);
     skl_plan_destroy(plan);
 }

@@ -12,9 +12,6 @@ int kernel_supports(const char *kernel, const skl_problem *problem);
 const char *problem_kernel(const skl_problem *problem, int32_t index);
 const char *case_kernel(const test_case *test_case, int32_t index);
 
-/* Runs a check in f32, f16 and bf16, since a kernel may support only one type. */
-void case_in_every_type(const test_case *c, void (*check)(const test_case *));
-
 /* Each fails the test unless the call succeeds. */
 void run_forward(const skl_plan *plan, const skl_inputs *inputs, const skl_rows *rows);
 void run_backward(const skl_plan *plan, const skl_inputs *inputs, const skl_gradients *gradients);
@@ -39,9 +36,8 @@ void run_finish(const skl_plan *plan, const skl_inputs *inputs, const skl_row_st
 /* Forward, then backward from its row results, with all results requested. */
 void run_both(const skl_plan *plan, const fixture *f, const fixture_results *results);
 
-/* Each makes a new plan, and calls run_both. */
+/* Makes a new plan, and calls run_both. */
 void run_kernel(const fixture *f, const char *kernel, int32_t threads, const fixture_results *results);
-void run_kind(const fixture *f, const char *kernel, int32_t kind, const fixture_results *results);
 
 /* Poisoned states for all rows. */
 skl_row_state *states_create(const fixture *f);
