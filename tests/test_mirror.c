@@ -1,6 +1,6 @@
 /* Copies of tensors for a device, tested with a fake GPU in host memory: the CPU works on the copies, and the results
  * equal those without copies. */
-#include "runner.h"
+#include "trial.h"
 
 #include "case_words.h"
 #include "device/device.h"
@@ -91,29 +91,15 @@ static void run_on_copies(const skl_plan *plan, const fixture *f, const fixture_
     assert_int_equal(allocations, 0);
 }
 
-static void test_copies_give_bitwise_equal_results(void **state)
+static void check_copies(trial *t)
 {
-    (void)state;
     allocations_allowed = 1000;
-    for (size_t c = 0; c < COUNT_OF(cases); c++) {
-        fixture f;
-        fixture_create(&f, &cases[c]);
-        fixture_results expected = results_create(&f), results = results_create(&f);
-        skl_plan *const plan = test_plan(&f.problem, NULL, 2);
-        run_both(plan, &f, &expected);
-        run_on_copies(plan, &f, &results);
-        const char *const different = results_difference(&expected, &results);
-        if (different)
-            fail_msg("%s: %s differs", cases[c].name, different);
-        assert_int_equal(tensor_stray_writes(&results.kl), 0);
-        assert_int_equal(tensor_stray_writes(&results.dq_s), 0);
-        assert_int_equal(tensor_stray_writes(&results.dk_s), 0);
-        assert_true(results.dk_t.data == NULL || tensor_stray_writes(&results.dk_t) == 0);
-        skl_plan_destroy(plan);
-        results_destroy(&expected);
-        results_destroy(&results);
-        fixture_destroy(&f);
-    }
+    run_both(t->plan, t->f, &t->one);
+    run_on_copies(t->plan, t->f, &t->other);
+    assert_same_bits(t, "copies");
+    const test_tensor *const copied[] = {&t->other.kl, &t->other.dq_s, &t->other.dk_s, &t->other.dk_t};
+    for (size_t n = 0; n < COUNT_OF(copied); n++)
+        assert_true(copied[n]->data == NULL || tensor_stray_writes(copied[n]) == 0);
 }
 
 /* Whichever allocation fails, the message names the tensor, and nothing leaks. The case has both row bounds. */
@@ -158,7 +144,7 @@ static void test_cpu_uses_the_tensors_themselves(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_copies_give_bitwise_equal_results),
+        TRIALS(copies_give_bitwise_equal_results, cases, .check = check_copies, .best_on_cpu = 1),
         cmocka_unit_test(test_every_allocation_can_fail),
         cmocka_unit_test(test_cpu_uses_the_tensors_themselves),
     };
