@@ -1,6 +1,6 @@
 /* skl_attention_stats: the case table and random cases on every kernel against the oracle, properties that hold
  * whatever the oracle says, and what it refuses. */
-#include "runner.h"
+#include "trial.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -109,36 +109,28 @@ static void assert_value(const char *kernel, const test_tensor *tensor, int64_t 
 }
 
 /* A row is a single peak: its entropy is 0. Maxima and top keys need no probabilities. */
-static void test_huge_logits_have_one_peak(void **state)
+static void check_one_peak(trial *t)
 {
-    const test_case *const c = *state;
-    fixture f;
-    fixture_create(&f, c);
-    fill_huge(&f);
-    for (int32_t k = 0; case_kernel(c, k) != NULL; k++) {
-        const char *const kernel = case_kernel(c, k);
-        stats_setup setup = stats_setup_create(&f, STATS_PLAIN);
-        stats_results results = stats_results_create(&setup);
-        const skl_stats stats = stats_of(&setup, &results, ALL_STATS);
-        skl_plan *const plan = test_plan(&f.problem, kernel, 1);
-        const int ran = stats_run(plan, &setup, &stats);
-        for (int64_t i = 0; ran && i < c->len_q; i++) {
-            int64_t peak = 0;
-            for (int64_t j = 1; j < c->len_k; j++)
-                peak = logit_of(&f, i, j) > logit_of(&f, i, peak) ? j : peak;
-            const double logit = logit_of(&f, i, peak), most = tensor_get(&results.tensors[MAX_LOGIT], i);
-            assert_true(fabs(most - logit) <= 1e-6 * fabs(logit));
-            assert_int_equal(((const int32_t *)results.tensors[TOP_KEYS].data)[i * setup.options.top_k], peak);
-            const double distance = fabs((double)(i + c->len_k - c->len_q - peak));
-            assert_value(kernel, &results.tensors[ENTROPY], i, 0, "entropy");
-            assert_value(kernel, &results.tensors[EXPECTED_DISTANCE], i, distance, "expected_distance");
-            assert_value(kernel, &results.tensors[TOP_P], i * setup.options.top_k, 1, "top_p");
-        }
-        skl_plan_destroy(plan);
-        stats_results_destroy(&results);
-        stats_setup_destroy(&setup);
+    const fixture *const f = t->f;
+    fill_huge(f);
+    stats_setup setup = stats_setup_create(f, STATS_PLAIN);
+    stats_results results = stats_results_create(&setup);
+    const skl_stats stats = stats_of(&setup, &results, ALL_STATS);
+    const int ran = stats_run(t->plan, &setup, &stats);
+    for (int64_t i = 0; ran && i < f->length_q; i++) {
+        int64_t peak = 0;
+        for (int64_t j = 1; j < f->length_k; j++)
+            peak = logit_of(f, i, j) > logit_of(f, i, peak) ? j : peak;
+        const double logit = logit_of(f, i, peak), most = tensor_get(&results.tensors[MAX_LOGIT], i);
+        assert_true(fabs(most - logit) <= 1e-6 * fabs(logit));
+        assert_int_equal(((const int32_t *)results.tensors[TOP_KEYS].data)[i * setup.options.top_k], peak);
+        const double distance = fabs((double)(i + f->length_k - f->length_q - peak));
+        assert_value(t->kernel, &results.tensors[ENTROPY], i, 0, "entropy");
+        assert_value(t->kernel, &results.tensors[EXPECTED_DISTANCE], i, distance, "expected_distance");
+        assert_value(t->kernel, &results.tensors[TOP_P], i * setup.options.top_k, 1, "top_p");
     }
-    fixture_destroy(&f);
+    stats_results_destroy(&results);
+    stats_setup_destroy(&setup);
 }
 
 /* ---- Order ----------------------------------------------------------------------------------------------------- */
@@ -336,9 +328,7 @@ int main(void)
     for (size_t n = 0; n < COUNT_OF(ordered); n++)
         tests[count++] = (struct CMUnitTest){ordered[n].name, test_bits_are_the_same_in_every_run, NULL, NULL,
                                              (void *)(uintptr_t)&ordered[n]};
-    for (size_t n = 0; n < COUNT_OF(huge); n++)
-        tests[count++] = (struct CMUnitTest){huge[n].name, test_huge_logits_have_one_peak, NULL, NULL,
-                                             (void *)(uintptr_t)&huge[n]};
+    tests[count++] = (struct CMUnitTest)TRIALS(huge_logits_have_one_peak, huge, .check = check_one_peak);
     tests[count++] = (struct CMUnitTest){own_key.name, test_every_kind, NULL, NULL, (void *)(uintptr_t)&own_key};
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_invalid_arguments_are_refused);
     tests[count++] = (struct CMUnitTest)cmocka_unit_test(test_no_sequences);
