@@ -217,15 +217,15 @@ static const call_rule call_rules[] = {
     REFUSED(FINISH, plain, "must be aligned to its element size, 4 bytes", ADD(states, 2)),
 
     /* Lengths. */
-    REFUSED(FORWARD, packed, "cu_seqlens_q = NULL: must be given exactly when packed=1", NO(inputs.cu_seqlens_q)),
-    REFUSED(FORWARD, packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", NO(inputs.cu_seqlens_k)),
+    REFUSED(FORWARD, packed, "cu_seqlens_q=NULL: must be given when packed=1", NO(inputs.cu_seqlens_q)),
+    REFUSED(FORWARD, packed, "cu_seqlens_k=NULL: must be given when packed=1", NO(inputs.cu_seqlens_k)),
     REFUSED(FORWARD, packed, "key_lengths given: must be NULL when packed=1",
             COPY(inputs.key_lengths, inputs.cu_seqlens_q)),
-    REFUSED(FORWARD, plain, "cu_seqlens_q given: must be given exactly when packed=1",
+    REFUSED(FORWARD, plain, "cu_seqlens_q given: must be NULL unless packed=1",
             COPY(inputs.cu_seqlens_q, inputs.q_t.data)),
-    REFUSED(FORWARD, plain, "cu_seqlens_k given: must be given exactly when packed=1",
+    REFUSED(FORWARD, plain, "cu_seqlens_k given: must be NULL unless packed=1",
             COPY(inputs.cu_seqlens_k, inputs.q_t.data)),
-    REFUSED(FINISH, packed, "cu_seqlens_q = NULL: must be given exactly when packed=1", NO(inputs.cu_seqlens_q)),
+    REFUSED(FINISH, packed, "cu_seqlens_q=NULL: must be given when packed=1", NO(inputs.cu_seqlens_q)),
     ACCEPTED(FINISH, packed, NO(inputs_address)),
     REFUSED(PARTIAL, plain, "key_begin=3: must be at most key_end=2", SET(key_begin, 3), SET(key_end, 2)),
 
@@ -375,7 +375,7 @@ static const call_rule check_rules[] = {
     REFUSED(CHECK, plain, "must be aligned to its element size, 4 bytes", ADD(inputs.k_s.data, 2)),
     REFUSED(CHECK, plain, "k_t.stride_head=-1: must be at least 0", SET(inputs.k_t.stride_head, -1)),
     REFUSED(CHECK, plain, "lse_t.stride_row=-1: must be at least 0", SET(inputs.lse_t.stride_row, -1)),
-    REFUSED(CHECK, packed, "cu_seqlens_k = NULL: must be given exactly when packed=1", NO(inputs.cu_seqlens_k)),
+    REFUSED(CHECK, packed, "cu_seqlens_k=NULL: must be given when packed=1", NO(inputs.cu_seqlens_k)),
     ACCEPTED(CHECK, bounded, {0}),
 };
 

@@ -6,54 +6,6 @@
 #include "base/indices.h"
 #include "base/status.h"
 
-/* ---- Which arrays are given --------------------------------------------------------------------------------- */
-
-static skl_status check_lengths_given(const skl_problem *p, const skl_inputs *in)
-{
-    const bool packed = p->packed != 0;
-    if (packed != (in->cu_seqlens_q != NULL))
-        return skl_fail(SKL_ERROR_ARGUMENT, "cu_seqlens_q %s: must be given exactly when packed=1",
-                        packed ? "= NULL" : "given");
-    if (packed != (in->cu_seqlens_k != NULL))
-        return skl_fail(SKL_ERROR_ARGUMENT, "cu_seqlens_k %s: must be given exactly when packed=1",
-                        packed ? "= NULL" : "given");
-    if (packed && in->key_lengths != NULL)
-        return skl_fail(SKL_ERROR_ARGUMENT, "key_lengths given: must be NULL when packed=1");
-    if (!p->row_bounds && (in->key_begin != NULL || in->key_end != NULL))
-        return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL unless row_bounds=1",
-                        in->key_begin != NULL ? "key_begin" : "key_end");
-    if (p->row_bounds && in->key_begin == NULL && in->key_end == NULL)
-        return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=NULL, key_end=NULL: row_bounds=1 needs at least one of them");
-    return SKL_OK;
-}
-
-/* A sink on one side only would be an outcome that the other distribution does not have. */
-static skl_status check_sinks_given(const skl_problem *p, const skl_inputs *in, bool reads_teacher)
-{
-    const struct {
-        const char *name;
-        const float *sink;
-    } sides[] = {{"sink_t", in->sink_t}, {"sink_s", in->sink_s}};
-    for (int n = 0; n < 2; n++) {
-        if (p->sinks && sides[n].sink == NULL && (n == 1 || reads_teacher))
-            return skl_fail(SKL_ERROR_ARGUMENT,
-                            "%s=NULL: must be given when sinks=1; sinks=0 gives the KL of the distributions on the "
-                            "keys alone",
-                            sides[n].name);
-        if (!p->sinks && sides[n].sink != NULL)
-            return skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL unless sinks=1", sides[n].name);
-    }
-    return SKL_OK;
-}
-
-skl_status skl_arrays_check_given(const skl_problem *p, const skl_inputs *in, skl_op op)
-{
-    SKL_TRY(check_lengths_given(p, in));
-    return check_sinks_given(p, in, op != SKL_OP_ATTENTION_STATS);
-}
-
-/* ---- Values ------------------------------------------------------------------------------------------------- */
-
 static skl_status check_seqlens(const char *name, const int32_t *offsets, int64_t batch, int64_t longest,
                                 int64_t total)
 {

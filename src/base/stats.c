@@ -34,28 +34,11 @@ uint32_t skl_stats_bits(const skl_stats *stats)
     return bits;
 }
 
-/* ---- Numbers, and which arrays are given ---------------------------------------------------------------------- */
+/* ---- Numbers --------------------------------------------------------------------------------------------------- */
 
-static skl_status check_arrays_given(const skl_problem *p, const skl_stats *stats, uint32_t bits)
-{
-    const struct {
-        const char *name;
-        const int32_t *array;
-        uint32_t bits;
-        const char *why;
-    } arrays[] = {{"key_ranges", stats->key_ranges, SKL_STATS_RANGE_MASS | SKL_STATS_RANGE_SUM,
-                   "range_mass and range_sum need it"},
-                  {"chosen_rows", stats->chosen_rows, SKL_STATS_WEIGHTS, "weights need it"}};
-    for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++)
-        if (bits & arrays[i].bits && arrays[i].array == NULL && p->batch > 0)
-            return skl_fail(SKL_ERROR_ARGUMENT, "stats.%s=NULL: must be given: %s", arrays[i].name, arrays[i].why);
-    return SKL_OK;
-}
-
-skl_status skl_stats_check(const skl_problem *p, const skl_stats *stats)
+skl_status skl_stats_check(const skl_stats *stats)
 {
     const uint32_t bits = skl_stats_bits(stats);
-    const uint32_t of_ranges = SKL_STATS_RANGE_MASS | SKL_STATS_RANGE_SUM;
     const struct {
         const char *name;
         int64_t value, lowest, highest;
@@ -64,7 +47,7 @@ skl_status skl_stats_check(const skl_problem *p, const skl_stats *stats)
         {"row_end", stats->row_end, -SKL_LENGTH_MAX, SKL_LENGTH_MAX},
         {"per_key_head", stats->per_key_head, 0, 1},
         {"distance_count", stats->distance_count, bits & SKL_STATS_DISTANCE_MASS ? 1 : 0, SKL_STATS_BUCKETS_MAX},
-        {"range_count", stats->range_count, bits & of_ranges ? 1 : 0, SKL_STATS_RANGES_MAX},
+        {"range_count", stats->range_count, bits & SKL_STATS_RANGES ? 1 : 0, SKL_STATS_RANGES_MAX},
         {"top_k", stats->top_k, bits & SKL_STATS_TOP ? 1 : 0, SKL_STATS_TOP_MAX},
         {"chosen_count", stats->chosen_count, bits & SKL_STATS_WEIGHTS ? 1 : 0, INT32_MAX},
     };
@@ -72,7 +55,7 @@ skl_status skl_stats_check(const skl_problem *p, const skl_stats *stats)
         if (rules[i].value < rules[i].lowest || rules[i].value > rules[i].highest)
             return skl_fail(SKL_ERROR_ARGUMENT, "stats.%s=%" PRId64 ": must be %" PRId64 "..%" PRId64, rules[i].name,
                             rules[i].value, rules[i].lowest, rules[i].highest);
-    return check_arrays_given(p, stats, bits);
+    return SKL_OK;
 }
 
 /* ---- Values ------------------------------------------------------------------------------------------------- */

@@ -37,8 +37,8 @@ int skl_has_statistics(const skl_problem *problem);
 /* The results that have a buffer. */
 uint32_t skl_stats_bits(const skl_stats *stats);
 
-/* Checks the numbers of `stats`, and that results have the arrays that they need. Reads no array. */
-skl_status skl_stats_check(const skl_problem *problem, const skl_stats *stats);
+/* Checks the numbers of `stats`. Reads no array. */
+skl_status skl_stats_check(const skl_stats *stats);
 
 /* Checks key_ranges and chosen_rows, which are in host memory, after the arrays of `inputs`. */
 skl_status skl_stats_check_values(const skl_problem *problem, const skl_inputs *inputs, const skl_stats *stats);

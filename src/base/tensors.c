@@ -1,5 +1,6 @@
 #include "base/tensors.h"
 
+#include <assert.h>
 #include <inttypes.h>
 #include <stdbool.h>
 #include <string.h>
@@ -96,7 +97,7 @@ static skl_status check_strides(const skl_problem *p, const tensor_rule *t)
 
 static bool has_elements(const skl_problem *p, const tensor_rule *t)
 {
-    return t->rows > 0 && (p->packed || p->batch > 0);
+    return t->dim > 0 && (t->shared || (t->rows > 0 && (p->packed || p->batch > 0)));
 }
 
 static skl_status check_tensor(const skl_problem *p, const tensor_rule *t)
@@ -135,13 +136,19 @@ static bool is_in_place(const tensor_rule *output, const tensor_rule *input)
 
 enum { TENSORS_MAX = 64 };
 
+/* The rules of a call. Inputs come first, the workspace last. */
+typedef struct rule_list {
+    size_t count;
+    tensor_rule at[TENSORS_MAX];
+} rule_list;
+
 /* An output must not share a byte with another tensor, and the workspace with none. */
-static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensors, size_t count)
+static skl_status check_overlaps(const skl_problem *p, const rule_list *rules)
 {
     const tensor_rule *given[TENSORS_MAX];
     skl_layout layouts[TENSORS_MAX];
-    size_t before = 0; /* inputs come first in the tables, the workspace last */
-    for (const tensor_rule *t = tensors; t < tensors + count; t++) {
+    size_t before = 0;
+    for (const tensor_rule *t = rules->at; t < rules->at + rules->count; t++) {
         if (t->data == NULL || !has_elements(p, t))
             continue;
         const skl_layout layout = layout_of(p, t);
@@ -157,145 +164,156 @@ static skl_status check_overlaps(const skl_problem *p, const tensor_rule *tensor
     return SKL_OK;
 }
 
-static skl_status check_rules(const skl_problem *p, const tensor_rule *tensors, size_t count)
+static skl_status check_rules(const skl_problem *p, const rule_list *rules)
 {
-    for (size_t i = 0; i < count; i++)
-        SKL_TRY(check_tensor(p, &tensors[i]));
-    return check_overlaps(p, tensors, count);
+    assert(rules->count <= TENSORS_MAX);
+    for (size_t i = 0; i < rules->count; i++)
+        SKL_TRY(check_tensor(p, &rules->at[i]));
+    return check_overlaps(p, rules);
 }
 
 enum { STATE_FLOATS = sizeof(skl_row_state) / sizeof(float) };
 
+/* TENSOR, ROWS and ARRAY append a rule to the list `rules`. */
 #define TENSOR(t, label, heads, rows, dim, dtype, kind, need, why)                                                   \
+    rules->at[rules->count++] = (tensor_rule)                                                                        \
     {                                                                                                                \
         label, (t).data, (t).stride_batch, (t).stride_head, (t).stride_row, heads, rows, dim, dtype, kind, need,     \
             why, false                                                                                               \
     }
 
+/* A number per row of each head. */
+#define ROWS(t, label, heads, kind, need, why)                                                                       \
+    TENSOR(t, label, heads, skl_query_rows(p).rows, 1, SKL_F32, kind, need, why)
+
 /* A contiguous array of 4-byte elements that all sequences share. */
-#define ARRAY(address, label, count, kind)                                                                           \
+#define ARRAY(address, label, extent, kind, need, why)                                                               \
+    rules->at[rules->count++] = (tensor_rule)                                                                        \
     {                                                                                                                \
-        label, address, 0, 0, 0, 1, 1, count, SKL_F32, kind, OPTIONAL, "", true                                      \
+        label, address, 0, 0, 0, 1, 1, extent, SKL_F32, kind, need, why, true                                        \
     }
 
-/* `workspace_size` is the part of the workspace that the call uses; 0: none. */
-static skl_status check_tensors(const skl_problem *p, const skl_call *call, size_t workspace_size)
+static need required_if(bool condition)
 {
+    return condition ? REQUIRED : OPTIONAL;
+}
+
+static need optional_if(bool condition)
+{
+    return condition ? OPTIONAL : REFUSED;
+}
+
+/* A sink on one side only would be an outcome that the other distribution does not have. */
+static void add_arrays(rule_list *rules, const skl_problem *p, const skl_call *call)
+{
+    const skl_inputs *const in = &call->inputs;
+    const bool reads_teacher = call->stats == NULL;
+    const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
+    const need lengths = p->packed ? REQUIRED : REFUSED, sinks = p->sinks ? REQUIRED : REFUSED;
+    const char *const why_lengths = p->packed ? " when packed=1" : " unless packed=1";
+    const char *const why_bounds = " unless row_bounds=1";
+    const char *const why_sinks =
+        p->sinks ? " when sinks=1; sinks=0 gives the KL of the distributions on the keys alone" : " unless sinks=1";
+    ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT, lengths, why_lengths);
+    ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT, lengths, why_lengths);
+    ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT, optional_if(!p->packed), why_lengths);
+    ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT, optional_if(p->row_bounds), why_bounds);
+    ARRAY(in->key_end, "key_end", bounded_rows, INPUT, optional_if(p->row_bounds), why_bounds);
+    ARRAY(in->sink_t, "sink_t", p->heads_t, INPUT, reads_teacher ? sinks : optional_if(p->sinks), why_sinks);
+    ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT, sinks, why_sinks);
+}
+
+/* Everything but the arrays and the workspace of a call that reads teacher and student. */
+static void add_tensors(rule_list *rules, const skl_problem *p, const skl_call *call)
+{
+    static const skl_attention no_attention = {.struct_size = sizeof(skl_attention)};
     const skl_inputs *const in = &call->inputs;
     const skl_rows *const rows = &call->rows;
     const skl_gradients *const grads = &call->gradients;
-    static const skl_attention no_attention = {.struct_size = sizeof(skl_attention)};
-    const bool attends = skl_op_is_attention(call->op);
-    const bool makes_output = call->op == SKL_OP_ATTENTION_FORWARD;
+    const bool attends = skl_op_is_attention(call->op), makes_output = call->op == SKL_OP_ATTENTION_FORWARD;
+    const bool backward = call->op == SKL_OP_BACKWARD, finish = call->op == SKL_OP_FINISH;
+    const bool one_pass = skl_op_is_one_pass(call->op), halves = skl_op_has_halves(p, call->op);
+    const bool indexer = skl_is_indexer(p), teacher_groups = skl_has_teacher_groups(p);
     const skl_attention *const attention = attends ? call->attention : &no_attention;
-    const bool backward = call->op == SKL_OP_BACKWARD;
-    const bool finish = call->op == SKL_OP_FINISH;
-    const bool indexer = skl_is_indexer(p);
-    const bool teacher_groups = skl_has_teacher_groups(p);
     const skl_needs needs = skl_call_needs(p, call);
 
+    const char *const in_finish = " in skl_states_finish";
     const char *const for_backward = ": a backward needs the LSEs of the forward";
     const char *const for_first = ": gradients of the first argument of the KL need it";
     const char *const for_dots = ": teacher gradients with heads_t > heads_s need it";
-    const char *const teacher_groups_only = " unless heads_t > heads_s";
-    const bool halves = skl_op_has_halves(p, call->op);
-    const char *const known =
-        halves ? ": the gradients of a pooled teacher read it" : " in a one-pass call: the LSEs are inputs";
     const char *const for_partial = indexer ? ": partial states of an indexer need the LSE of all keys"
                                             : ": partial states with heads_t > heads_s need the LSE of all keys";
     const char *const for_finish =
         indexer ? ": rows.lse_t of an indexer needs it" : ": rows.lse_t or sinks with heads_t > heads_s need it";
-    const char *const lse_t_why = finish ? for_finish : call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
-    const bool finish_of_groups = finish && teacher_groups && (rows->lse_t.data != NULL || p->sinks);
-    const need lse_t_need = (needs.lse_t && !halves) || finish_of_groups ? REQUIRED : OPTIONAL;
-    const need lse_s_need = halves ? REFUSED : needs.lse_s ? REQUIRED : OPTIONAL;
-    const need key_need = finish ? OPTIONAL : REQUIRED; /* states stand for queries and keys */
-    const char *const in_finish = " in skl_states_finish";
-    const bool one_pass = skl_op_is_one_pass(call->op);
-    const need dot_out_need = !teacher_groups || indexer || p->sinks || finish ? REFUSED
-                              : one_pass && needs.dot_t                        ? REQUIRED
-                                                                               : OPTIONAL;
-    const char *const dot_out_why = finish     ? in_finish
-                                    : p->sinks ? " with sinks: there are no teacher gradients with heads_t > heads_s"
-                                    : indexer  ? " for an indexer: its teacher is fixed"
-                                    : teacher_groups ? for_dots
-                                                     : teacher_groups_only;
-    const need lse_out_need = halves ? REQUIRED : one_pass ? REFUSED : OPTIONAL;
+    const char *const known =
+        halves ? ": the gradients of a pooled teacher read it" : " in a one-pass call: the LSEs are inputs";
     const char *const indexer_only = " unless student=SKL_STUDENT_INDEXER";
-    const char *const indexer_out_why = finish ? in_finish : indexer_only;
-    const need indexer_out_need = indexer && !finish ? OPTIONAL : REFUSED;
-    const need grad_need[5] = {
-        p->gradients & SKL_DQ_T ? OPTIONAL : REFUSED, p->gradients & SKL_DK_T ? OPTIONAL : REFUSED,
-        p->gradients & SKL_DQ_S ? OPTIONAL : REFUSED, p->gradients & SKL_DK_S ? OPTIONAL : REFUSED,
-        p->gradients & SKL_DW_S ? OPTIONAL : REFUSED};
+    const char *const indexer_why = finish ? in_finish : indexer_only;
+    const char *const mass_why = indexer && one_pass ? known : indexer_why;
+    const char *const lse_t_why = finish ? for_finish : call->op == SKL_OP_PARTIAL ? for_partial : for_backward;
+    const char *const lse_s_why =
+        halves ? " in a one-pass call with a pooled teacher, which computes it" : for_backward;
+    const char *const dot_why = finish     ? in_finish
+                                : p->sinks ? " with sinks: there are no teacher gradients with heads_t > heads_s"
+                                : indexer  ? " for an indexer: its teacher is fixed"
+                                : teacher_groups ? for_dots
+                                                 : " unless heads_t > heads_s";
     const char *const unplanned = ": the plan's problem.gradients does not name it";
 
-    const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const int64_t rows_k = p->packed ? p->total_k : p->len_k, rows_k_s = skl_student_keys(p, rows_k);
-    const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
+    const bool finish_of_groups = finish && teacher_groups && (rows->lse_t.data != NULL || p->sinks);
+    const need key_need = required_if(!finish); /* states stand for queries and keys */
+    const need lse_t_need = required_if((needs.lse_t && !halves) || finish_of_groups);
+    const need lse_s_need = halves ? REFUSED : required_if(needs.lse_s);
+    const need lse_out_need = halves ? REQUIRED : optional_if(!one_pass);
+    const need dot_out_need =
+        !teacher_groups || indexer || p->sinks || finish ? REFUSED : required_if(one_pass && needs.dot_t);
+    const need indexer_out_need = optional_if(indexer && !finish);
+    const need mass_need = one_pass && !halves ? REFUSED : indexer_out_need;
+    const need output_need = required_if(attends && !makes_output); /* of the attention's forward */
+
+    const int64_t rows_q = skl_query_rows(p).rows, rows_k = skl_key_rows(p).rows;
+    const int64_t rows_k_s = skl_student_key_rows(p).rows, query_heads_s = skl_query_heads_s(p);
     const skl_output states = skl_output_contiguous(call->states, p->heads_s, rows_q, STATE_FLOATS);
-    const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t);
-    const skl_dtype grad_s = skl_grad_dtype(p, p->dtype_s);
+    const skl_dtype grad_t = skl_grad_dtype(p, p->dtype_t), grad_s = skl_grad_dtype(p, p->dtype_s);
     const skl_dtype grad_w = skl_grad_dtype(p, p->dtype_w);
-    const int64_t query_heads_s = skl_query_heads_s(p);
-    const tensor_rule tensors[] = {
-        TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, key_need, ""),
-        TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, key_need, ""),
-        TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, key_need, ""),
-        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k_s, p->dim_s, p->dtype_s, INPUT, key_need, ""),
-        TENSOR(in->lse_t, "lse_t", p->heads_t, rows_q, 1, SKL_F32, INPUT, lse_t_need, lse_t_why),
-        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, lse_s_need,
-               halves ? " in a one-pass call with a pooled teacher, which computes it" : for_backward),
-        TENSOR(in->kl, "kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, backward && needs.kl ? REQUIRED : OPTIONAL,
-               for_first),
-        TENSOR(in->dot_t, "dot_t", p->heads_t, rows_q, 1, SKL_F32, INPUT,
-               backward && needs.dot_t ? REQUIRED : OPTIONAL, for_dots),
-        TENSOR(in->grad_kl, "grad_kl", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
-        TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? key_need : REFUSED,
-               indexer ? ": the weights of an indexer" : indexer_only),
-        TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32, INPUT, /* int32 has the size of f32 */
-               p->top_k > 0 ? key_need : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0"),
-        TENSOR(attention->v_s, "v_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT,
-               attends ? REQUIRED : OPTIONAL, ""),
-        TENSOR(attention->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT,
-               attends && !makes_output ? REQUIRED : OPTIONAL, ""),
-        TENSOR(attention->do_s, "do_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT,
-               attends && !makes_output ? REQUIRED : OPTIONAL, ""),
-        ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
-        ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
-        ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
-        ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT),
-        ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
-        ARRAY(in->sink_t, "sink_t", p->heads_t, INPUT),
-        ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT),
-        TENSOR(call->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, OUTPUT, makes_output ? REQUIRED : OPTIONAL,
-               ""),
-        TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, finish ? INPUT : OUTPUT,
-               finish || call->op == SKL_OP_PARTIAL ? REQUIRED : OPTIONAL, ""),
-        TENSOR(rows->kl, "rows.kl", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               one_pass && needs.kl ? REQUIRED : OPTIONAL, for_first),
-        TENSOR(rows->lse_t, "rows.lse_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
-        TENSOR(rows->lse_s, "rows.lse_s", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_out_need, known),
-        TENSOR(rows->dot_t, "rows.dot_t", p->heads_t, rows_q, 1, SKL_F32, OUTPUT, dot_out_need, dot_out_why),
-        TENSOR(rows->cross_entropy, "rows.cross_entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
-               indexer_out_why),
-        TENSOR(rows->entropy, "rows.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, indexer_out_need,
-               indexer_out_why),
-        TENSOR(rows->mass, "rows.mass", p->heads_s, rows_q, 1, SKL_F32, OUTPUT,
-               one_pass && !halves ? REFUSED : indexer_out_need, indexer && one_pass ? known : indexer_out_why),
-        TENSOR(grads->dq_t, "dq_t", p->heads_t, rows_q, p->dim_t, grad_t, OUTPUT, grad_need[0], unplanned),
-        TENSOR(grads->dk_t, "dk_t", p->key_heads_t, rows_k, p->dim_t, grad_t, OUTPUT, grad_need[1], unplanned),
-        TENSOR(grads->dq_s, "dq_s", query_heads_s, rows_q, p->dim_s, grad_s, OUTPUT, grad_need[2], unplanned),
-        TENSOR(grads->dk_s, "dk_s", p->key_heads_s, rows_k_s, p->dim_s, grad_s, OUTPUT, grad_need[3], unplanned),
-        TENSOR(grads->dw_s, "dw_s", p->heads_s, rows_q, p->index_heads, grad_w, OUTPUT, grad_need[4], unplanned),
-        TENSOR(attention->dv_s, "dv_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, OPTIONAL, ""),
-        ARRAY(grads->dsink_t, "dsink_t", p->heads_t, OUTPUT),
-        ARRAY(grads->dsink_s, "dsink_s", p->heads_s, OUTPUT),
-        ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
-              (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
-    };
-    _Static_assert(sizeof tensors / sizeof tensors[0] <= TENSORS_MAX, "arrays of check_overlaps");
-    return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
+
+    TENSOR(in->q_t, "q_t", p->heads_t, rows_q, p->dim_t, p->dtype_t, INPUT, key_need, "");
+    TENSOR(in->k_t, "k_t", p->key_heads_t, rows_k, p->dim_t, p->dtype_t, INPUT, key_need, "");
+    TENSOR(in->q_s, "q_s", query_heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, key_need, "");
+    TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k_s, p->dim_s, p->dtype_s, INPUT, key_need, "");
+    ROWS(in->lse_t, "lse_t", p->heads_t, INPUT, lse_t_need, lse_t_why);
+    ROWS(in->lse_s, "lse_s", p->heads_s, INPUT, lse_s_need, lse_s_why);
+    ROWS(in->kl, "kl", p->heads_s, INPUT, required_if(backward && needs.kl), for_first);
+    ROWS(in->dot_t, "dot_t", p->heads_t, INPUT, required_if(backward && needs.dot_t), for_dots);
+    ROWS(in->grad_kl, "grad_kl", p->heads_s, INPUT, OPTIONAL, "");
+    TENSOR(in->w_s, "w_s", p->heads_s, rows_q, p->index_heads, p->dtype_w, INPUT, indexer ? key_need : REFUSED,
+           indexer ? ": the weights of an indexer" : indexer_only);
+    TENSOR(in->indices, "indices", p->heads_s, rows_q, p->top_k, SKL_F32 /* int32 has its size */, INPUT,
+           p->top_k > 0 ? key_need : REFUSED, p->top_k > 0 ? ": top_k > 0" : " unless top_k > 0");
+    TENSOR(attention->v_s, "v_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, required_if(attends), "");
+    TENSOR(attention->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, output_need, "");
+    TENSOR(attention->do_s, "do_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, output_need, "");
+    TENSOR(states, "states", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, finish ? INPUT : OUTPUT,
+           required_if(finish || call->op == SKL_OP_PARTIAL), "");
+
+    TENSOR(call->o_s, "o_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, OUTPUT, required_if(makes_output), "");
+    ROWS(rows->kl, "rows.kl", p->heads_s, OUTPUT, required_if(one_pass && needs.kl), for_first);
+    ROWS(rows->lse_t, "rows.lse_t", p->heads_t, OUTPUT, lse_out_need, known);
+    ROWS(rows->lse_s, "rows.lse_s", p->heads_s, OUTPUT, lse_out_need, known);
+    ROWS(rows->dot_t, "rows.dot_t", p->heads_t, OUTPUT, dot_out_need, dot_why);
+    ROWS(rows->cross_entropy, "rows.cross_entropy", p->heads_s, OUTPUT, indexer_out_need, indexer_why);
+    ROWS(rows->entropy, "rows.entropy", p->heads_s, OUTPUT, indexer_out_need, indexer_why);
+    ROWS(rows->mass, "rows.mass", p->heads_s, OUTPUT, mass_need, mass_why);
+#define GRADIENT(name, bit, heads, rows, dim, dtype)                                                                 \
+    TENSOR(grads->name, #name, heads, rows, dim, dtype, OUTPUT, optional_if(p->gradients &(bit)), unplanned)
+    GRADIENT(dq_t, SKL_DQ_T, p->heads_t, rows_q, p->dim_t, grad_t);
+    GRADIENT(dk_t, SKL_DK_T, p->key_heads_t, rows_k, p->dim_t, grad_t);
+    GRADIENT(dq_s, SKL_DQ_S, query_heads_s, rows_q, p->dim_s, grad_s);
+    GRADIENT(dk_s, SKL_DK_S, p->key_heads_s, rows_k_s, p->dim_s, grad_s);
+    GRADIENT(dw_s, SKL_DW_S, p->heads_s, rows_q, p->index_heads, grad_w);
+    ARRAY(grads->dsink_t, "dsink_t", p->heads_t, OUTPUT, optional_if(p->gradients & SKL_DSINK_T), unplanned);
+    ARRAY(grads->dsink_s, "dsink_s", p->heads_s, OUTPUT, optional_if(p->gradients & SKL_DSINK_S), unplanned);
+    TENSOR(attention->dv_s, "dv_s", p->key_heads_s, rows_k, p->dim_s, grad_s, OUTPUT, OPTIONAL, "");
 }
 
 /* Elements of a contiguous [batch, heads_s, rows, columns]; INT64_MAX where 64 bits cannot count them. */
@@ -307,58 +325,53 @@ static int64_t elements_of(const skl_problem *p, int64_t rows, int64_t columns)
     return overflow ? INT64_MAX : count;
 }
 
-/* The tensors of skl_attention_stats: the student alone. */
-static skl_status check_stats_tensors(const skl_problem *p, const skl_call *call, size_t workspace_size)
+/* Everything but the arrays and the workspace of skl_attention_stats, which reads the student alone. */
+static void add_stats_tensors(rule_list *rules, const skl_problem *p, const skl_call *call)
 {
     const skl_inputs *const in = &call->inputs;
     const skl_stats *const out = call->stats;
-    const int64_t rows_q = p->packed ? p->total_q : p->len_q;
-    const int64_t rows_k = p->packed ? p->total_k : p->len_k;
-    const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
+    const uint32_t bits = skl_stats_bits(out);
+    const int64_t rows_q = skl_query_rows(p).rows, rows_k = skl_key_rows(p).rows;
     const int64_t sum_heads = out->per_key_head ? p->key_heads_s : p->heads_s;
-    const need lse_need = in->lse_s.data != NULL ? REFUSED : OPTIONAL;
-    const tensor_rule tensors[] = {
-        TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
-        TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, ""),
-        TENSOR(in->lse_s, "lse_s", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
-        TENSOR(out->row_weights, "stats.row_weights", p->heads_s, rows_q, 1, SKL_F32, INPUT, OPTIONAL, ""),
-        ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT),
-        ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT),
-        ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT),
-        ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT),
-        ARRAY(in->key_end, "key_end", bounded_rows, INPUT),
-        ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT),
-        ARRAY(out->key_ranges, "stats.key_ranges", 2 * p->batch * out->range_count, INPUT),
-        ARRAY(out->chosen_rows, "stats.chosen_rows", p->batch * out->chosen_count, INPUT),
-        TENSOR(out->key_sum, "stats.key_sum", sum_heads, rows_k, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(out->key_max, "stats.key_max", sum_heads, rows_k, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(out->lse, "stats.lse", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, lse_need, " if lse_s is given"),
-        TENSOR(out->entropy, "stats.entropy", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(out->max_logit, "stats.max_logit", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(out->expected_distance, "stats.expected_distance", p->heads_s, rows_q, 1, SKL_F32, OUTPUT, OPTIONAL,
-               ""),
-        TENSOR(out->range_mass, "stats.range_mass", p->heads_s, rows_q, out->range_count, SKL_F32, OUTPUT, OPTIONAL,
-               ""),
-        TENSOR(out->top_keys, "stats.top_keys", p->heads_s, rows_q, out->top_k, SKL_F32, OUTPUT, OPTIONAL, ""),
-        TENSOR(out->top_p, "stats.top_p", p->heads_s, rows_q, out->top_k, SKL_F32, OUTPUT, OPTIONAL, ""),
-        ARRAY(out->head_max_logit, "stats.head_max_logit", elements_of(p, 1, 1), OUTPUT),
-        ARRAY(out->distance_mass, "stats.distance_mass", elements_of(p, 1, out->distance_count), OUTPUT),
-        ARRAY(out->range_sum, "stats.range_sum", elements_of(p, 1, out->range_count), OUTPUT),
-        ARRAY(out->weights, "stats.weights", elements_of(p, out->chosen_count, p->len_k), OUTPUT),
-        ARRAY(workspace_size > 0 ? call->workspace : NULL, "workspace",
-              (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE),
-    };
-    return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
+    TENSOR(in->q_s, "q_s", p->heads_s, rows_q, p->dim_s, p->dtype_s, INPUT, REQUIRED, "");
+    TENSOR(in->k_s, "k_s", p->key_heads_s, rows_k, p->dim_s, p->dtype_s, INPUT, REQUIRED, "");
+    ROWS(in->lse_s, "lse_s", p->heads_s, INPUT, OPTIONAL, "");
+    ROWS(out->row_weights, "stats.row_weights", p->heads_s, INPUT, OPTIONAL, "");
+    ARRAY(out->key_ranges, "stats.key_ranges", 2 * p->batch * out->range_count, INPUT,
+          required_if(bits & SKL_STATS_RANGES), ": range_mass and range_sum need it");
+    ARRAY(out->chosen_rows, "stats.chosen_rows", p->batch * out->chosen_count, INPUT,
+          required_if(bits & SKL_STATS_WEIGHTS), ": weights need it");
+    TENSOR(out->key_sum, "stats.key_sum", sum_heads, rows_k, 1, SKL_F32, OUTPUT, OPTIONAL, "");
+    TENSOR(out->key_max, "stats.key_max", sum_heads, rows_k, 1, SKL_F32, OUTPUT, OPTIONAL, "");
+    ROWS(out->lse, "stats.lse", p->heads_s, OUTPUT, optional_if(in->lse_s.data == NULL), " if lse_s is given");
+    ROWS(out->entropy, "stats.entropy", p->heads_s, OUTPUT, OPTIONAL, "");
+    ROWS(out->max_logit, "stats.max_logit", p->heads_s, OUTPUT, OPTIONAL, "");
+    ROWS(out->expected_distance, "stats.expected_distance", p->heads_s, OUTPUT, OPTIONAL, "");
+    TENSOR(out->range_mass, "stats.range_mass", p->heads_s, rows_q, out->range_count, SKL_F32, OUTPUT, OPTIONAL, "");
+    TENSOR(out->top_keys, "stats.top_keys", p->heads_s, rows_q, out->top_k, SKL_F32, OUTPUT, OPTIONAL, "");
+    TENSOR(out->top_p, "stats.top_p", p->heads_s, rows_q, out->top_k, SKL_F32, OUTPUT, OPTIONAL, "");
+    ARRAY(out->head_max_logit, "stats.head_max_logit", elements_of(p, 1, 1), OUTPUT, OPTIONAL, "");
+    ARRAY(out->distance_mass, "stats.distance_mass", elements_of(p, 1, out->distance_count), OUTPUT, OPTIONAL, "");
+    ARRAY(out->range_sum, "stats.range_sum", elements_of(p, 1, out->range_count), OUTPUT, OPTIONAL, "");
+    ARRAY(out->weights, "stats.weights", elements_of(p, out->chosen_count, p->len_k), OUTPUT, OPTIONAL, "");
 }
 
-static skl_status check_sink_gradients(const skl_problem *p, const skl_gradients *grads)
+/* `workspace_size` is the part of the workspace that the call uses; 0: none. */
+static skl_status check_tensors(const skl_problem *p, const skl_call *call, size_t workspace_size)
 {
-    const bool of_t = grads->dsink_t != NULL && !(p->gradients & SKL_DSINK_T);
-    const bool of_s = grads->dsink_s != NULL && !(p->gradients & SKL_DSINK_S);
-    return of_t || of_s
-               ? skl_fail(SKL_ERROR_ARGUMENT, "%s given: must be NULL: the plan's problem.gradients does not name it",
-                          of_t ? "dsink_t" : "dsink_s")
-               : SKL_OK;
+    const skl_inputs *const in = &call->inputs;
+    const bool has_arrays = in->struct_size != 0 || p->sinks;
+    rule_list list, *const rules = &list;
+    rules->count = 0;
+    if (has_arrays && p->row_bounds && in->key_begin == NULL && in->key_end == NULL)
+        return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=NULL, key_end=NULL: row_bounds=1 needs at least one of them");
+    if (has_arrays)
+        add_arrays(rules, p, call);
+    (call->stats != NULL ? add_stats_tensors : add_tensors)(rules, p, call);
+    if (workspace_size > 0)
+        ARRAY(call->workspace, "workspace", (int64_t)(workspace_size / skl_dtype_size(SKL_F32)), WORKSPACE, OPTIONAL,
+              "");
+    return check_rules(p, rules);
 }
 
 static skl_status check_workspace(const skl_plan *plan, const skl_call *call, size_t workspace_size)
@@ -379,23 +392,19 @@ static skl_status check_workspace(const skl_plan *plan, const skl_call *call, si
 skl_status skl_call_check(const skl_plan *plan, const skl_call *call, size_t workspace_size)
 {
     const skl_problem *const p = &plan->problem;
-    const bool has_arrays = call->inputs.struct_size != 0 || p->sinks;
     const skl_status workspace_status = check_workspace(plan, call, workspace_size);
     const size_t used_size = workspace_status == SKL_OK ? plan->workspace_size[call->op] : 0;
     SKL_TRY(skl_op_check_for(p, call->op));
-    if (has_arrays)
-        SKL_TRY(skl_arrays_check_given(p, &call->inputs, call->op));
     if (call->stats != NULL)
-        SKL_TRY(skl_stats_check(p, call->stats));
-    SKL_TRY(check_sink_gradients(p, &call->gradients));
-    SKL_TRY(call->stats != NULL ? check_stats_tensors(p, call, used_size) : check_tensors(p, call, used_size));
+        SKL_TRY(skl_stats_check(call->stats));
+    SKL_TRY(check_tensors(p, call, used_size));
     if (call->op == SKL_OP_PARTIAL && call->keys.begin > call->keys.end)
         return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=%" PRId64 ": must be at most key_end=%" PRId64,
                         call->keys.begin, call->keys.end);
     SKL_TRY(workspace_status);
     if (plan->backend->device != SKL_CPU)
         return SKL_OK;
-    if (has_arrays)
+    if (call->inputs.struct_size != 0)
         SKL_TRY(skl_arrays_check_values(p, &call->inputs));
     return call->stats != NULL ? skl_stats_check_values(p, &call->inputs, call->stats) : SKL_OK;
 }
@@ -405,24 +414,19 @@ skl_status skl_inputs_check_layout(const skl_problem *problem, const skl_inputs 
     /* A call without results requires no row vector and has no output. */
     static const skl_stats no_stats = {.struct_size = sizeof(skl_stats)};
     const bool of_stats = op == SKL_OP_ATTENTION_STATS;
-    const skl_call call = {.op = of_stats ? op : SKL_OP_FORWARD,
-                           .inputs = *inputs,
-                           .stats = of_stats ? &no_stats : NULL,
-                           .rows = {.struct_size = sizeof(skl_rows)},
-                           .gradients = {.struct_size = sizeof(skl_gradients)}};
-    SKL_TRY(skl_arrays_check_given(problem, inputs, op));
-    return of_stats ? check_stats_tensors(problem, &call, 0) : check_tensors(problem, &call, 0);
+    const skl_call call = {
+        .op = of_stats ? op : SKL_OP_FORWARD, .inputs = *inputs, .stats = of_stats ? &no_stats : NULL};
+    return check_tensors(problem, &call, 0);
 }
 
 skl_status skl_merge_check(const skl_problem *p, const skl_row_state *into, const skl_row_state *from)
 {
-    const int64_t rows_q = p->packed ? p->total_q : p->len_q;
+    const int64_t rows_q = skl_query_rows(p).rows;
     const skl_input read = skl_input_contiguous(from, p->heads_s, rows_q, STATE_FLOATS);
     const skl_input written = skl_input_contiguous(into, p->heads_s, rows_q, STATE_FLOATS);
-    const tensor_rule tensors[] = {
-        TENSOR(read, "from", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, REQUIRED, ""),
-        TENSOR(written, "into", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, REQUIRED, ""),
-    };
-    _Static_assert(sizeof tensors / sizeof tensors[0] <= TENSORS_MAX, "arrays of check_overlaps");
-    return check_rules(p, tensors, sizeof tensors / sizeof tensors[0]);
+    rule_list list, *const rules = &list;
+    rules->count = 0;
+    TENSOR(read, "from", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, INPUT, REQUIRED, "");
+    TENSOR(written, "into", p->heads_s, rows_q, STATE_FLOATS, SKL_F32, OUTPUT, REQUIRED, "");
+    return check_rules(p, rules);
 }
