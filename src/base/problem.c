@@ -3,6 +3,7 @@
 #include <float.h>
 #include <inttypes.h>
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "base/status.h"
@@ -44,6 +45,7 @@ static skl_status check_ranges(const skl_problem *p)
         {"total_q", p->total_q, 0, INT32_MAX},
         {"total_k", p->total_k, 0, INT32_MAX},
         {"dtype_w", p->dtype_w, SKL_F32, SKL_BF16},
+        {"index_heads", p->index_heads, skl_is_indexer(p), SKL_INDEX_HEADS_MAX},
         {"index_linear", p->index_linear, 0, 1},
         {"top_k", p->top_k, 0, INT32_MAX},
         {"row_bounds", p->row_bounds, 0, 1},
@@ -87,23 +89,76 @@ static skl_status check_float(const char *name, float value, float lowest, const
     return skl_fail(SKL_ERROR_ARGUMENT, "%s=%g: must be %s", name, (double)value, accepted);
 }
 
-static skl_status check_layout(const skl_problem *p)
+/* Rules that join several fields. The first broken one is reported as "NAME=VALUE: RULE". */
+static skl_status check_combinations(const skl_problem *p)
 {
-    if (!p->packed && (p->total_q != 0 || p->total_k != 0))
-        return skl_fail(SKL_ERROR_ARGUMENT, "total_q=%" PRId64 ", total_k=%" PRId64 ": must be 0 unless packed=1",
-                        p->total_q, p->total_k);
-    if (p->packed && p->len_q > p->total_q)
-        return skl_fail(SKL_ERROR_ARGUMENT, "len_q=%" PRId64 ": must be at most total_q=%" PRId64, p->len_q,
-                        p->total_q);
-    if (p->packed && p->len_k > p->total_k)
-        return skl_fail(SKL_ERROR_ARGUMENT, "len_k=%" PRId64 ": must be at most total_k=%" PRId64, p->len_k,
-                        p->total_k);
-    if (p->positions != SKL_POSITIONS_OFFSET && (p->offset_q != 0 || p->offset_k != 0))
-        return skl_fail(SKL_ERROR_ARGUMENT,
-                        "offset_q=%" PRId64 ", offset_k=%" PRId64 ": must be 0 unless positions=SKL_POSITIONS_OFFSET",
-                        p->offset_q, p->offset_k);
+    const bool offset = p->positions == SKL_POSITIONS_OFFSET, linear = p->link_s == SKL_LINK_LINEAR;
+    const bool indexer = skl_is_indexer(p), pooled = skl_is_pooled(p);
+    const uint32_t of_teacher = p->gradients & (SKL_DQ_T | SKL_DK_T), of_weights = p->gradients & SKL_DW_S;
+    const uint32_t of_sinks = p->gradients & (SKL_DSINK_T | SKL_DSINK_S), of_values = p->gradients & SKL_DV_S;
+    const char *const with_packed = "must be 0 unless packed=1";
+    const char *const with_offsets = "must be 0 unless positions=SKL_POSITIONS_OFFSET";
+    const char *const with_indexer = "must be 0 unless student=SKL_STUDENT_INDEXER";
+    const char *const with_pool = "must be 0 unless pool is set";
+    const char *const not_linear = "must be 0 with link_s=SKL_LINK_LINEAR";
+    const struct {
+        bool broken;
+        const char *name;
+        double value;
+        const char *rule;
+    } rules[] = {
+        {!p->packed && p->total_q != 0, "total_q", (double)p->total_q, with_packed},
+        {!p->packed && p->total_k != 0, "total_k", (double)p->total_k, with_packed},
+        {!offset && p->offset_q != 0, "offset_q", (double)p->offset_q, with_offsets},
+        {!offset && p->offset_k != 0, "offset_k", (double)p->offset_k, with_offsets},
+        {!indexer && p->index_heads != 0, "index_heads", (double)p->index_heads, with_indexer},
+        {!indexer && p->dtype_w != 0, "dtype_w", p->dtype_w, with_indexer},
+        {!indexer && p->index_linear != 0, "index_linear", p->index_linear, with_indexer},
+        {!indexer && p->top_k != 0, "top_k", (double)p->top_k, with_indexer},
+        {!indexer && of_weights != 0, "gradients & SKL_DW_S", of_weights, with_indexer},
+        {indexer && of_teacher != 0, "gradients", p->gradients,
+         "an indexer's teacher is fixed; must be SKL_DQ_S | SKL_DK_S | SKL_DW_S or fewer"},
+        {indexer && p->softcap_s != 0.0F, "softcap_s", (double)p->softcap_s, "must be 0 for an indexer"},
+        {indexer && p->sinks, "sinks", p->sinks,
+         "must be 0 for an indexer; a given lse_t that includes the teacher's sink gives the KL on the keys"},
+        {!p->sinks && of_sinks != 0, "gradients", p->gradients, "SKL_DSINK_* need sinks=1"},
+        {linear && p->student != 0, "student", p->student, not_linear},
+        {linear && p->direction != 0, "direction", p->direction, not_linear},
+        {linear && of_values != 0, "gradients & SKL_DV_S", of_values, not_linear},
+        {linear && p->scale_s != 0.0F, "scale_s", (double)p->scale_s, not_linear},
+        {linear && p->softcap_s != 0.0F, "softcap_s", (double)p->softcap_s, not_linear},
+        {!pooled && p->pool_heads != 0, "pool_heads", p->pool_heads, with_pool},
+        {!pooled && p->pool_blocks != 0, "pool_blocks", p->pool_blocks, with_pool},
+        {!pooled && p->pool_size != 0, "pool_size", (double)p->pool_size, with_pool},
+        {pooled && !indexer, "pool", p->pool,
+         "needs student=SKL_STUDENT_INDEXER; one with index_heads=1, index_linear=1 and weights of 1 is an "
+         "attention"},
+        {pooled && p->packed, "packed", p->packed, "must be 0 with pool; pad the sequences and give key_lengths"},
+        {pooled && p->top_k > 0 && p->len_k > INT32_MAX, "len_k", (double)p->len_k,
+         "must be at most 2147483647 with pool and top_k"},
+        {pooled && p->pool_size == 0, "pool_size", 0.0, "must be 1 or more with pool"},
+        {indexer && of_values != 0, "gradients", p->gradients, "SKL_DV_S needs student=SKL_STUDENT_ATTENTION"},
+        {of_teacher != 0 && of_values != 0, "gradients", p->gradients,
+         "with SKL_DV_S the teacher has no gradients; must be SKL_DQ_S | SKL_DK_S | SKL_DV_S or fewer"},
+        {p->sinks && of_values != 0, "gradients", p->gradients, "SKL_DV_S needs sinks=0"},
+    };
+    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
+        if (rules[i].broken)
+            return skl_fail(SKL_ERROR_ARGUMENT, rules[i].value == floor(rules[i].value) ? "%s=%.0f: %s" : "%s=%g: %s",
+                            rules[i].name, rules[i].value, rules[i].rule);
+    return SKL_OK;
+}
 
-    /* All rows of a tensor can be counted in 64 bits, also those of one sequence in an empty batch. */
+static skl_status check_at_most(const char *name, int64_t value, const char *of_name, int64_t of)
+{
+    return value <= of ? SKL_OK
+                       : skl_fail(SKL_ERROR_ARGUMENT, "%s=%" PRId64 ": must be at most %s=%" PRId64, name, value,
+                                  of_name, of);
+}
+
+/* All rows of a tensor can be counted in 64 bits, also those of one sequence in an empty batch. */
+static skl_status check_row_count(const skl_problem *p)
+{
     const int64_t sequences = p->packed || p->batch == 0 ? 1 : p->batch;
     const int64_t length = p->packed ? p->total_q : p->len_q;
     int64_t rows = 0;
@@ -114,108 +169,21 @@ static skl_status check_layout(const skl_problem *p)
     return SKL_OK;
 }
 
-static skl_status check_student(const skl_problem *p)
+/* Sinks with several teacher heads per student head. */
+static skl_status check_sinks_of_groups(const skl_problem *p)
 {
-    if (!skl_is_indexer(p)) {
-        const int_rule rules[] = {{"index_heads", p->index_heads, 0, 0},
-                                  {"dtype_w", p->dtype_w, 0, 0},
-                                  {"index_linear", p->index_linear, 0, 0},
-                                  {"top_k", p->top_k, 0, 0},
-                                  {"gradients & SKL_DW_S", p->gradients & SKL_DW_S, 0, 0}};
-        for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
-            if (rules[i].value != 0)
-                return skl_fail(SKL_ERROR_ARGUMENT, "%s=%" PRId64 ": must be 0 unless student=SKL_STUDENT_INDEXER",
-                                rules[i].name, rules[i].value);
+    const uint32_t of_teacher = SKL_DQ_T | SKL_DK_T | SKL_DSINK_T;
+    if (!p->sinks || p->heads_t == p->heads_s)
         return SKL_OK;
-    }
-    if (p->index_heads < 1 || p->index_heads > SKL_INDEX_HEADS_MAX)
-        return skl_fail(SKL_ERROR_ARGUMENT, "index_heads=%" PRId64 ": must be 1..%d for an indexer", p->index_heads,
-                        SKL_INDEX_HEADS_MAX);
-    if (p->gradients & (SKL_DQ_T | SKL_DK_T))
-        return skl_fail(SKL_ERROR_ARGUMENT,
-                        "gradients=%" PRIu32 ": an indexer's teacher is fixed; must be SKL_DQ_S | SKL_DK_S | "
-                        "SKL_DW_S or fewer",
-                        p->gradients);
-    if (p->softcap_s != 0.0F)
-        return skl_fail(SKL_ERROR_ARGUMENT, "softcap_s=%g: must be 0 for an indexer", (double)p->softcap_s);
-    return SKL_OK;
-}
-
-static skl_status check_sinks(const skl_problem *p)
-{
-    const uint32_t of_sinks = SKL_DSINK_T | SKL_DSINK_S, of_teacher = SKL_DQ_T | SKL_DK_T | SKL_DSINK_T;
-    if (!p->sinks && p->gradients & of_sinks)
-        return skl_fail(SKL_ERROR_ARGUMENT, "gradients=%" PRIu32 ": SKL_DSINK_* need sinks=1", p->gradients);
-    if (p->sinks && skl_is_indexer(p))
-        return skl_fail(
-            SKL_ERROR_ARGUMENT,
-            "sinks=1: must be 0 for an indexer; a given lse_t that includes the teacher's sink gives the KL "
-            "on the keys");
-    if (p->sinks && p->heads_t != p->heads_s && p->direction == SKL_KL_REVERSE)
+    if (p->direction == SKL_KL_REVERSE)
         return skl_fail(SKL_ERROR_ARGUMENT,
                         "direction=%d: with sinks, KL(S || P) needs heads_t=%" PRId64 " to be heads_s=%" PRId64,
                         (int)p->direction, p->heads_t, p->heads_s);
-    if (p->sinks && p->heads_t != p->heads_s && p->gradients & of_teacher)
+    if (p->gradients & of_teacher)
         return skl_fail(SKL_ERROR_ARGUMENT,
                         "gradients=%" PRIu32 ": with sinks, teacher gradients need heads_t=%" PRId64
                         " to be heads_s=%" PRId64,
                         p->gradients, p->heads_t, p->heads_s);
-    return SKL_OK;
-}
-
-static skl_status check_link(const skl_problem *p)
-{
-    if (p->link_s != SKL_LINK_LINEAR)
-        return SKL_OK;
-    const int_rule rules[] = {{"student", p->student, 0, 0},
-                              {"direction", p->direction, 0, 0},
-                              {"gradients & SKL_DV_S", p->gradients & SKL_DV_S, 0, 0},
-                              {"scale_s", p->scale_s != 0.0F, 0, 0},
-                              {"softcap_s", p->softcap_s != 0.0F, 0, 0}};
-    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++)
-        if (rules[i].value != 0)
-            return skl_fail(SKL_ERROR_ARGUMENT, "%s: must be 0 with link_s=SKL_LINK_LINEAR", rules[i].name);
-    return SKL_OK;
-}
-
-static skl_status check_pool(const skl_problem *p)
-{
-    if (!skl_is_pooled(p) && (p->pool_heads != 0 || p->pool_blocks != 0 || p->pool_size != 0))
-        return skl_fail(SKL_ERROR_ARGUMENT,
-                        "pool_heads=%d, pool_blocks=%d, pool_size=%" PRId64 ": must be 0 unless pool is set",
-                        (int)p->pool_heads, (int)p->pool_blocks, p->pool_size);
-    if (!skl_is_pooled(p))
-        return SKL_OK;
-    if (!skl_is_indexer(p))
-        return skl_fail(SKL_ERROR_ARGUMENT,
-                        "pool=%d: needs student=SKL_STUDENT_INDEXER; one with index_heads=1, index_linear=1 and "
-                        "weights of 1 is an attention",
-                        (int)p->pool);
-    if (p->packed)
-        return skl_fail(SKL_ERROR_ARGUMENT, "packed=1: must be 0 with pool; pad the sequences and give key_lengths");
-    if (p->top_k > 0 && p->len_k > INT32_MAX)
-        return skl_fail(SKL_ERROR_ARGUMENT, "len_k=%" PRId64 ": must be at most %d with pool and top_k", p->len_k,
-                        INT32_MAX);
-    if (p->pool_size == 0)
-        return skl_fail(SKL_ERROR_ARGUMENT, "pool_size=0: must be 1 or more with pool");
-    return SKL_OK;
-}
-
-/* A plan for skl_attention_forward and skl_attention_backward. */
-static skl_status check_values(const skl_problem *p)
-{
-    if (!(p->gradients & SKL_DV_S))
-        return SKL_OK;
-    if (skl_is_indexer(p))
-        return skl_fail(SKL_ERROR_ARGUMENT, "gradients=%" PRIu32 ": SKL_DV_S needs student=SKL_STUDENT_ATTENTION",
-                        p->gradients);
-    if (p->gradients & (SKL_DQ_T | SKL_DK_T))
-        return skl_fail(SKL_ERROR_ARGUMENT,
-                        "gradients=%" PRIu32 ": with SKL_DV_S the teacher has no gradients; must be SKL_DQ_S | "
-                        "SKL_DK_S | SKL_DV_S or fewer",
-                        p->gradients);
-    if (p->sinks)
-        return skl_fail(SKL_ERROR_ARGUMENT, "gradients=%" PRIu32 ": SKL_DV_S needs sinks=0", p->gradients);
     return SKL_OK;
 }
 
@@ -274,12 +242,13 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
     SKL_TRY(check_float("scale_s", p.scale_s, -INFINITY, "finite; 0 stands for 1/sqrt(dim_s)"));
     SKL_TRY(check_float("softcap_t", p.softcap_t, 0.0F, "finite and at least 0; 0 stands for none"));
     SKL_TRY(check_float("softcap_s", p.softcap_s, 0.0F, "finite and at least 0; 0 stands for none"));
-    SKL_TRY(check_layout(&p));
-    SKL_TRY(check_student(&p));
-    SKL_TRY(check_sinks(&p));
-    SKL_TRY(check_link(&p));
-    SKL_TRY(check_pool(&p));
-    SKL_TRY(check_values(&p));
+    SKL_TRY(check_combinations(&p));
+    if (p.packed) {
+        SKL_TRY(check_at_most("len_q", p.len_q, "total_q", p.total_q));
+        SKL_TRY(check_at_most("len_k", p.len_k, "total_k", p.total_k));
+    }
+    SKL_TRY(check_row_count(&p));
+    SKL_TRY(check_sinks_of_groups(&p));
     fill_defaults(&p);
     SKL_TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));
     SKL_TRY(check_multiple("heads_t", p.heads_t, "key_heads_t", p.key_heads_t));

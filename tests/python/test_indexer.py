@@ -182,7 +182,7 @@ BAD_POOLS = {
     r"pool=\('max', True\): must": dict(pool=("max", True)),
     "pool_heads='sum': must be 'mean' or 'max'": dict(pool=("max", 4), pool_heads="sum"),
     "pool_blocks='all': must be 'complete', 'earlier' or 'visible'": dict(pool=("max", 4), pool_blocks="all"),
-    "pool_heads=1, pool_blocks=0, pool_size=0: must be 0 unless pool is set": dict(pool_heads="max"),
+    "pool_heads=1: must be 0 unless pool is set": dict(pool_heads="max"),
     r"k_s: shape \[2, 5, 1, 5\] must have 6 keys, one per block of 4 of the 23 keys of k_t, with pool_blocks='visible'":
         dict(pool=("max", 4), pool_blocks="visible"),
     "lse_t_visible: must be None with pool": dict(pool=("max", 4), lse_t=1, lse_t_wider=True, lse_t_visible=1),

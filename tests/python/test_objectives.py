@@ -296,8 +296,8 @@ def test_a_zero_of_a_linear_student_is_free_where_the_teacher_does_not_attend():
     assert loss.isfinite() and q_s.grad.isfinite().all() and k_s.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("options, named", [(dict(softmax_scale_s=0.5), "scale_s"), (dict(softcap_s=3.0), "softcap_s"),
-                                            (dict(direction="reverse"), "direction")])  # fmt: skip
+@pytest.mark.parametrize("options, named", [(dict(softmax_scale_s=0.5), "scale_s=0.5"),
+                                            (dict(softcap_s=3.0), "softcap_s=3"), (dict(direction="reverse"), "direction=1")])  # fmt: skip
 def test_a_linear_student_has_no(options, named):
     with pytest.raises(ValueError, match=f"{named}: must be 0 with link_s"):
         streamkl.attention_kl(*linear_features(), link_s="linear", **options)
