@@ -1,5 +1,8 @@
 /* The simple API: a plan and its memory for one call. */
 #include "api/contiguous.h"
+
+#include <assert.h>
+
 #include "base/needs.h"
 #include "base/status.h"
 #include "base/structs.h"
@@ -11,13 +14,6 @@ typedef struct simple_tensors {
     float *kl;
     void *dq_s, *dk_s;
 } simple_tensors;
-
-/* Memory of a call: the row vectors that a backward reads, then the workspace. */
-typedef struct simple_memory {
-    float *lse_t, *lse_s, *kl;
-    void *workspace;
-    size_t workspace_size;
-} simple_memory;
 
 static skl_status check_simple(const skl_problem *p)
 {
@@ -34,77 +30,57 @@ static skl_status check_simple(const skl_problem *p)
     return SKL_OK;
 }
 
-static size_t aligned(size_t size)
-{
-    return (size + SKL_WORKSPACE_ALIGNMENT - 1) / SKL_WORKSPACE_ALIGNMENT * SKL_WORKSPACE_ALIGNMENT;
-}
-
-static size_t rows_size(const skl_problem *p, int64_t heads)
-{
-    return aligned((size_t)(heads * p->batch * p->len_q) * sizeof(float));
-}
-
-static size_t workspace_size(const skl_plan *plan)
-{
-    const size_t forward = plan->workspace_size[SKL_OP_FORWARD], backward = plan->workspace_size[SKL_OP_BACKWARD];
-    return plan->problem.gradients != 0 && backward > forward ? backward : forward;
-}
-
-/* Lays out the parts from `begin` on. Returns their size, also where begin is NULL. */
-static size_t lay_out(const skl_plan *plan, char *begin, simple_memory *memory)
-{
-    const skl_problem *const p = &plan->problem;
-    const size_t rows_t_size = p->gradients != 0 ? rows_size(p, p->heads_t) : 0;
-    const size_t rows_s_size = p->gradients != 0 ? rows_size(p, p->heads_s) : 0;
-    const size_t workspace_at = rows_t_size + 2 * rows_s_size;
-    memory->workspace_size = workspace_size(plan);
-    if (begin != NULL) {
-        memory->lse_t = (float *)(void *)begin;
-        memory->lse_s = (float *)(void *)(begin + rows_t_size);
-        memory->kl = (float *)(void *)(begin + rows_t_size + rows_s_size);
-        memory->workspace = begin + workspace_at;
-    }
-    return workspace_at + memory->workspace_size;
-}
-
 static skl_output like(void *data, const skl_input *shape)
 {
     const skl_output output = {data, shape->stride_batch, shape->stride_head, shape->stride_row};
     return output;
 }
 
-static skl_status run(const skl_plan *plan, const simple_tensors *t, const simple_memory *memory, skl_stream stream)
+/* Elements of a row vector. */
+static int64_t row_count(const skl_problem *p, int64_t heads)
+{
+    return heads * p->batch * p->len_q;
+}
+
+/* `memory` holds the workspace and, after it, the row vectors that a backward reads: lse_t, lse_s and kl. */
+static skl_status run(const skl_plan *plan, const simple_tensors *t, void *memory, size_t workspace_size,
+                      skl_stream stream)
 {
     const skl_problem *const p = &plan->problem;
-    float *const kl = t->kl != NULL ? t->kl : memory->kl;
+    float *const lse_t = (float *)(void *)((char *)memory + workspace_size);
+    float *const lse_s = lse_t + row_count(p, p->heads_t);
+    float *const kl = t->kl != NULL ? t->kl : lse_s + row_count(p, p->heads_s);
     skl_inputs in = skl_contiguous_inputs(p);
     in.q_t.data = t->q_t, in.k_t.data = t->k_t, in.q_s.data = t->q_s, in.k_s.data = t->k_s;
     skl_rows rows = {.struct_size = sizeof rows, .kl = skl_output_contiguous(kl, p->heads_s, p->len_q, 1)};
     if (p->gradients != 0) {
-        rows.lse_t = skl_output_contiguous(memory->lse_t, p->heads_t, p->len_q, 1);
-        rows.lse_s = skl_output_contiguous(memory->lse_s, p->heads_s, p->len_q, 1);
+        rows.lse_t = skl_output_contiguous(lse_t, p->heads_t, p->len_q, 1);
+        rows.lse_s = skl_output_contiguous(lse_s, p->heads_s, p->len_q, 1);
     }
-    SKL_TRY(skl_forward(plan, &in, &rows, memory->workspace, memory->workspace_size, stream));
+    SKL_TRY(skl_forward(plan, &in, &rows, memory, workspace_size, stream));
     if (p->gradients == 0)
         return SKL_OK;
-    in.lse_t = skl_input_contiguous(memory->lse_t, p->heads_t, p->len_q, 1);
-    in.lse_s = skl_input_contiguous(memory->lse_s, p->heads_s, p->len_q, 1);
-    in.kl = skl_input_contiguous(kl, p->heads_s, p->len_q, 1);
+    in.lse_t = skl_input_of(&rows.lse_t);
+    in.lse_s = skl_input_of(&rows.lse_s);
+    in.kl = skl_input_of(&rows.kl);
     if (t->grad_kl != NULL)
         in.grad_kl = skl_input_contiguous(t->grad_kl, p->heads_s, p->len_q, 1);
     const skl_gradients gradients = {
         .struct_size = sizeof gradients, .dq_s = like(t->dq_s, &in.q_s), .dk_s = like(t->dk_s, &in.k_s)};
-    return skl_backward(plan, &in, &gradients, memory->workspace, memory->workspace_size, stream);
+    return skl_backward(plan, &in, &gradients, memory, workspace_size, stream);
 }
 
 static skl_status run_with_memory(const skl_plan *plan, const simple_tensors *tensors, skl_stream stream)
 {
-    simple_memory memory = {.workspace_size = 0};
-    void *allocated = NULL;
-    SKL_TRY(plan->backend->allocate(plan, lay_out(plan, NULL, &memory), &allocated, stream));
-    (void)lay_out(plan, allocated, &memory);
-    const skl_status status = run(plan, tensors, &memory, stream);
-    plan->backend->release(plan, allocated, stream);
+    const skl_problem *const p = &plan->problem;
+    const size_t forward = plan->workspace_size[SKL_OP_FORWARD], backward = plan->workspace_size[SKL_OP_BACKWARD];
+    const size_t workspace_size = p->gradients != 0 && backward > forward ? backward : forward;
+    const int64_t kept_count = p->gradients != 0 ? row_count(p, p->heads_t) + 2 * row_count(p, p->heads_s) : 0;
+    void *memory = NULL;
+    assert(workspace_size % sizeof(float) == 0);
+    SKL_TRY(plan->backend->allocate(plan, workspace_size + (size_t)kept_count * sizeof(float), &memory, stream));
+    const skl_status status = run(plan, tensors, memory, workspace_size, stream);
+    plan->backend->release(plan, memory, stream);
     return status;
 }
 
