@@ -177,7 +177,7 @@ static void test_needs_of_a_call(void **state)
     float buffer = 0;
     const skl_problem problem = problem_of(KL_FORWARD, 2, ATTENTION, SKL_DQ_T | SKL_DQ_S);
     skl_call call = {.op = SKL_OP_FORWARD_BACKWARD};
-    assert_false(skl_call_has_rows(&call));
+    assert_false(skl_op_has_rows(call.op, skl_row_bits(&call.rows)));
     assert_int_equal(skl_gradient_bits(&call.gradients), 0);
     assert_false(skl_call_needs(&problem, &call).kl);
     call.gradients.dq_s.data = &buffer;
@@ -191,17 +191,17 @@ static void test_needs_of_a_call(void **state)
                                    &call.rows.lse_t};
     for (size_t n = 0; n < COUNT_OF(results); n++) {
         results[n]->data = &buffer;
-        assert_true(skl_call_has_rows(&call));
+        assert_true(skl_op_has_rows(call.op, skl_row_bits(&call.rows)));
         results[n]->data = NULL;
-        assert_false(skl_call_has_rows(&call));
+        assert_false(skl_op_has_rows(call.op, skl_row_bits(&call.rows)));
     }
     call.op = SKL_OP_FORWARD;
-    assert_true(skl_call_has_rows(&call));
+    assert_true(skl_op_has_rows(call.op, skl_row_bits(&call.rows)));
     call.op = SKL_OP_PARTIAL;
-    assert_true(skl_call_has_rows(&call));
+    assert_true(skl_op_has_rows(call.op, skl_row_bits(&call.rows)));
     call.op = SKL_OP_BACKWARD;
     call.rows.kl.data = &buffer;
-    assert_false(skl_call_has_rows(&call));
+    assert_false(skl_op_has_rows(call.op, skl_row_bits(&call.rows)));
 }
 
 int main(void)

@@ -22,13 +22,18 @@ skl_needs skl_call_needs(const skl_problem *problem, const skl_call *call)
     return skl_needs_of(problem, call->op, skl_gradient_bits(&call->gradients));
 }
 
-bool skl_call_has_rows(const skl_call *call)
+uint32_t skl_row_bits(const skl_rows *rows)
 {
-    const skl_rows *const rows = &call->rows;
-    if (call->op == SKL_OP_BACKWARD)
-        return false;
-    return !skl_op_is_one_pass(call->op) || rows->kl.data != NULL || rows->dot_t.data != NULL ||
-           rows->cross_entropy.data != NULL || rows->entropy.data != NULL || rows->lse_t.data != NULL;
+    return (rows->kl.data != NULL ? SKL_ROW_KL : 0U) | (rows->lse_t.data != NULL ? SKL_ROW_LSE_T : 0U) |
+           (rows->lse_s.data != NULL ? SKL_ROW_LSE_S : 0U) | (rows->dot_t.data != NULL ? SKL_ROW_DOT_T : 0U) |
+           (rows->cross_entropy.data != NULL || rows->entropy.data != NULL ? SKL_ROW_ENTROPIES : 0U) |
+           (rows->mass.data != NULL ? SKL_ROW_MASS : 0U);
+}
+
+bool skl_op_has_rows(skl_op op, uint32_t rows)
+{
+    const uint32_t of_one_pass = SKL_ROW_KL | SKL_ROW_DOT_T | SKL_ROW_ENTROPIES | SKL_ROW_LSE_T;
+    return op != SKL_OP_BACKWARD && (!skl_op_is_one_pass(op) || (rows & of_one_pass) != 0);
 }
 
 uint32_t skl_gradient_bits(const skl_gradients *gradients)

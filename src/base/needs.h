@@ -25,8 +25,14 @@ skl_needs skl_needs_of(const skl_problem *problem, skl_op op, uint32_t gradients
 /* skl_needs_of() for the gradients that a call requests. */
 skl_needs skl_call_needs(const skl_problem *problem, const skl_call *call);
 
-/* The call computes row results (or states), not only gradients. */
-bool skl_call_has_rows(const skl_call *call);
+/* Row results as bits: SKL_ROW_KL, ..., and these: cross_entropy or entropy; mass. */
+enum { SKL_ROW_ENTROPIES = 16, SKL_ROW_MASS = 32 };
+
+/* The row results that have a buffer. */
+uint32_t skl_row_bits(const skl_rows *rows);
+
+/* Whether an operation for which `rows` are requested computes row results (or states), not only gradients. */
+bool skl_op_has_rows(skl_op op, uint32_t rows);
 
 /* SKL_DQ_T, ...: the gradients that have a buffer. */
 uint32_t skl_gradient_bits(const skl_gradients *gradients);

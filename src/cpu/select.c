@@ -168,7 +168,7 @@ skl_cpu_passes skl_cpu_select_passes(const skl_plan *plan, const skl_call *call)
     const bool over_queries = needs.gradients && (fused || dq_wanted);
     const bool halves = skl_op_has_halves(p, call->op);
     const char *const forward_first = why_rows_first(&needs, &call->rows, halves, over_queries);
-    const bool has_rows = skl_call_has_rows(call);
+    const bool has_rows = skl_op_has_rows(call->op, skl_row_bits(&call->rows));
     const bool forward = has_rows && (!needs.gradients || forward_first != NULL);
     const bool one_pass = has_rows && !forward;
 

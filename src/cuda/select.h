@@ -3,6 +3,7 @@
 #ifndef SKL_CUDA_SELECT_H
 #define SKL_CUDA_SELECT_H
 
+#include "base/needs.h"
 #include "cuda/kernels.h"
 
 /* ---- Facts ---------------------------------------------------------------------------------------------------- */
@@ -50,15 +51,13 @@ bool skl_cuda_tma_addresses(skl_dtype dtype, const skl_input *tensor, int64_t di
 /* The request of a call: its operation and results. */
 typedef struct skl_cuda_request {
     skl_op op;
-    uint32_t rows;       /* SKL_ROW_KL, ..., and the bits below: results that have a buffer */
+    uint32_t rows;       /* skl_row_bits(): results that have a buffer */
     uint32_t gradients;  /* SKL_DQ_T, ...: gradients that have a buffer */
     uint32_t stats;      /* SKL_STATS_*: statistics that have a buffer */
     int32_t lse_given;   /* inputs.lse_t has data; statistics: inputs.lse_s */
     int32_t key_lengths; /* inputs.key_lengths has data */
     int64_t keys;        /* keys of skl_partial's range, at most len_k */
 } skl_cuda_request;
-
-enum { SKL_ROW_ENTROPIES = 16, SKL_ROW_MASS = 32 }; /* cross_entropy or entropy; mass */
 
 skl_cuda_request skl_cuda_request_of(const skl_problem *problem, const skl_call *call);
 

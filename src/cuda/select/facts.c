@@ -1,7 +1,6 @@
 /* Facts about GPUs, and about the tensors of a call. */
 #include <string.h>
 
-#include "base/needs.h"
 #include "base/side.h"
 #include "base/stats.h"
 #include "cuda/select.h"
@@ -96,20 +95,16 @@ skl_cuda_layout skl_cuda_layout_of(const skl_problem *p, const skl_call *call)
 
 skl_cuda_request skl_cuda_request_of(const skl_problem *p, const skl_call *call)
 {
-    const skl_rows *const rows = &call->rows;
     const bool of_stats = call->op == SKL_OP_ATTENTION_STATS;
     const bool dv = call->attention != NULL && call->attention->dv_s.data != NULL;
-    const skl_cuda_request request = {
-        .op = call->op,
-        .rows = (rows->kl.data != NULL ? SKL_ROW_KL : 0U) | (rows->lse_t.data != NULL ? SKL_ROW_LSE_T : 0U) |
-                (rows->lse_s.data != NULL ? SKL_ROW_LSE_S : 0U) | (rows->dot_t.data != NULL ? SKL_ROW_DOT_T : 0U) |
-                (rows->cross_entropy.data != NULL || rows->entropy.data != NULL ? SKL_ROW_ENTROPIES : 0U) |
-                (rows->mass.data != NULL ? SKL_ROW_MASS : 0U),
-        .gradients = skl_gradient_bits(&call->gradients) | (dv ? SKL_DV_S : 0U),
-        .stats = of_stats ? skl_stats_bits(call->stats) : 0U,
-        .lse_given = (of_stats ? call->inputs.lse_s.data : call->inputs.lse_t.data) != NULL,
-        .key_lengths = call->inputs.key_lengths != NULL,
-        .keys = skl_min(p->len_k, call->keys.end) - skl_max(0, call->keys.begin)};
+    const skl_cuda_request request = {.op = call->op,
+                                      .rows = skl_row_bits(&call->rows),
+                                      .gradients = skl_gradient_bits(&call->gradients) | (dv ? SKL_DV_S : 0U),
+                                      .stats = of_stats ? skl_stats_bits(call->stats) : 0U,
+                                      .lse_given =
+                                          (of_stats ? call->inputs.lse_s.data : call->inputs.lse_t.data) != NULL,
+                                      .key_lengths = call->inputs.key_lengths != NULL,
+                                      .keys = skl_min(p->len_k, call->keys.end) - skl_max(0, call->keys.begin)};
     return request;
 }
 

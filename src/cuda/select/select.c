@@ -3,8 +3,6 @@
 
 #include <string.h>
 
-#include "base/needs.h"
-
 /* ---- Two-term rows --------------------------------------------------------------------------------------------- */
 
 /* Takes `size` bytes at *next. */
@@ -77,13 +75,6 @@ static void add_bounds(const choice *s)
 
 /* ---- The call -------------------------------------------------------------------------------------------------- */
 
-/* The call computes row results or states, not only gradients. */
-static bool has_rows(const skl_cuda_request *request)
-{
-    const uint32_t of_one_pass = SKL_ROW_KL | SKL_ROW_DOT_T | SKL_ROW_ENTROPIES | SKL_ROW_LSE_T;
-    return request->op != SKL_OP_BACKWARD && (!skl_op_is_one_pass(request->op) || (request->rows & of_one_pass) != 0);
-}
-
 /* Puts the bytes of each launch after the kept part. */
 static void lay_out_workspace(skl_cuda_launches *launches)
 {
@@ -106,7 +97,7 @@ void skl_cuda_select(const skl_problem *p, const skl_cuda_target *target, const 
                 .work = skl_cuda_work_of(p),
                 .some_rows = p->batch > 0 && p->len_q > 0,
                 .some_keys = p->batch > 0 && skl_student_keys(p, p->len_k) > 0,
-                .rows = has_rows(request),
+                .rows = skl_op_has_rows(request->op, request->rows),
                 .gradients = skl_op_has_gradients(request->op),
                 .capped = skl_select_is_capped(p)};
     if (request->op == SKL_OP_ATTENTION_STATS) {
