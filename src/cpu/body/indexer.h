@@ -45,12 +45,7 @@ static float *index_lay_out(index_tile *x, const skl_problem *p, float *scratch)
     return next;
 }
 
-static size_t index_scratch_size(const skl_problem *p)
-{
-    index_tile x;
-    float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */
-    return (size_t)((const char *)index_lay_out(&x, p, base) - (const char *)base);
-}
+SCRATCH_SIZE(index_scratch_size, index_tile, index_lay_out)
 
 static void index_begin(index_tile *x, const skl_task *task, int64_t head, int64_t first)
 {

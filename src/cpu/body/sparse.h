@@ -77,12 +77,7 @@ static float *sparse_lay_out(sparse_row *r, const skl_problem *p, float *scratch
     return scratch;
 }
 
-static size_t sparse_scratch_size(const skl_problem *p)
-{
-    sparse_row r;
-    float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */
-    return (size_t)((const char *)sparse_lay_out(&r, p, base) - (const char *)base);
-}
+SCRATCH_SIZE(sparse_scratch_size, sparse_row, sparse_lay_out)
 
 static skl_tiles sparse_tiles(const skl_problem *p)
 {

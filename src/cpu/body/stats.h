@@ -41,12 +41,7 @@ static float *stats_lay_out(stats_tile *s, const skl_problem *p, float *scratch)
     return end;
 }
 
-static size_t stats_scratch_size(const skl_problem *p)
-{
-    stats_tile s;
-    float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */
-    return (size_t)((const char *)stats_lay_out(&s, p, base) - (const char *)base);
-}
+SCRATCH_SIZE(stats_scratch_size, stats_tile, stats_lay_out)
 
 /* Prepares queries [first, first + height) of a head, and their weights. Returns whether one of these is not 0. */
 static bool stats_begin(stats_tile *s, const skl_task *task, int64_t head, int64_t first)

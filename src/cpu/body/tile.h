@@ -147,12 +147,16 @@ static float *lay_out(tile *t, const skl_problem *p, float *scratch)
     return scratch;
 }
 
-static size_t scratch_size(const skl_problem *p)
-{
-    tile t;
-    float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */
-    return (size_t)((const char *)lay_out(&t, p, base) - (const char *)base);
-}
+/* Defines NAME(problem): the bytes of scratch memory that PLACE takes for BUFFERS. */
+#define SCRATCH_SIZE(name, buffers, place)                                                                           \
+    static size_t name(const skl_problem *p)                                                                         \
+    {                                                                                                                \
+        buffers placed;                                                                                              \
+        float *const base = (float *)(uintptr_t)64; /* any aligned address: no memory is accessed */                 \
+        return (size_t)((const char *)place(&placed, p, base) - (const char *)base);                                 \
+    }
+
+SCRATCH_SIZE(scratch_size, tile, lay_out)
 
 static skl_tiles tiles(const skl_problem *p)
 {
