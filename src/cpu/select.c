@@ -9,7 +9,6 @@
 #include "cpu/features.h"
 #include "cpu/key_sums.h"
 #include "cpu/pool.h"
-#include "cpu/schedule.h"
 
 /* ---- Kernel and threads of a plan --------------------------------------------------------------------------- */
 

@@ -2,7 +2,7 @@
 #ifndef SKL_CPU_SELECT_H
 #define SKL_CPU_SELECT_H
 
-#include "cpu/pass.h"
+#include "cpu/schedule.h"
 
 enum { SKL_CPU_PASSES_MAX = 3 };
 
