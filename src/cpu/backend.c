@@ -1,5 +1,4 @@
 /* The CPU backend: runs the passes that select.c chooses. */
-#include "cpu/schedule.h"
 #include "cpu/select.h"
 
 #include <stdlib.h>
@@ -112,26 +111,22 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
 {
     if (!p->packed)
         return;
-    const int64_t used = call->inputs.cu_seqlens_q[p->batch];
-    const skl_sequence tail = {.query_begin = used, .query_count = p->total_q - used};
-    for (int64_t i = 0; i < tail.query_count; i++)
-        for (int64_t h = 0; h < p->heads_t; h++) {
-            skl_row_set(&call->rows.lse_t, &tail, h, i, -INFINITY);
-            skl_row_set(&call->rows.dot_t, &tail, h, i, 0.0F);
-            if (h >= p->heads_s)
-                continue;
-            skl_row_set(&call->rows.kl, &tail, h, i, 0.0F);
-            skl_row_set(&call->rows.lse_s, &tail, h, i, -INFINITY);
-            skl_row_set(&call->rows.cross_entropy, &tail, h, i, 0.0F);
-            skl_row_set(&call->rows.entropy, &tail, h, i, 0.0F);
-            skl_row_set(&call->rows.mass, &tail, h, i, 0.0F);
-            if (call->states != NULL)
-                call->states[skl_state_index(p, &tail, h, i)] = skl_state_empty();
-        }
+    const skl_rows *const rows = &call->rows;
+    const int64_t used = call->inputs.cu_seqlens_q[p->batch], end = p->total_q;
+    skl_cpu_fill_rows(&rows->lse_t, p->heads_t, used, end, 1, -INFINITY);
+    skl_cpu_fill_rows(&rows->dot_t, p->heads_t, used, end, 1, 0.0F);
+    skl_cpu_fill_rows(&rows->kl, p->heads_s, used, end, 1, 0.0F);
+    skl_cpu_fill_rows(&rows->lse_s, p->heads_s, used, end, 1, -INFINITY);
+    skl_cpu_fill_rows(&rows->cross_entropy, p->heads_s, used, end, 1, 0.0F);
+    skl_cpu_fill_rows(&rows->entropy, p->heads_s, used, end, 1, 0.0F);
+    skl_cpu_fill_rows(&rows->mass, p->heads_s, used, end, 1, 0.0F);
+    for (int64_t h = 0; call->states != NULL && h < p->heads_s; h++)
+        for (int64_t i = used; i < end; i++)
+            call->states[h * end + i] = skl_state_empty();
     const skl_gradients *const grads = &call->gradients;
-    clear_gradient(&grads->dq_t, skl_grad_dtype(p, p->dtype_t), 1, p->heads_t, used, p->total_q, p->dim_t);
-    clear_gradient(&grads->dq_s, skl_grad_dtype(p, p->dtype_s), 1, skl_query_heads_s(p), used, p->total_q, p->dim_s);
-    clear_gradient(&grads->dw_s, skl_grad_dtype(p, p->dtype_w), 1, p->heads_s, used, p->total_q, p->index_heads);
+    clear_gradient(&grads->dq_t, skl_grad_dtype(p, p->dtype_t), 1, p->heads_t, used, end, p->dim_t);
+    clear_gradient(&grads->dq_s, skl_grad_dtype(p, p->dtype_s), 1, skl_query_heads_s(p), used, end, p->dim_s);
+    clear_gradient(&grads->dw_s, skl_grad_dtype(p, p->dtype_w), 1, p->heads_s, used, end, p->index_heads);
 }
 
 /* ---- Run ---------------------------------------------------------------------------------------------------- */

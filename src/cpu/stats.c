@@ -40,22 +40,13 @@ skl_stats_memory skl_cpu_stats_memory(const skl_plan *plan, const skl_call *call
 /* ---- Results that no tile writes --------------------------------------------------------------------------------
  */
 
-/* Rows that see nothing: `value` in each of `dim` numbers. */
-static void fill_rows(const skl_output *to, int64_t heads, int64_t row_begin, int64_t row_end, int64_t dim,
-                      float value)
+void skl_cpu_fill_rows(const skl_output *to, int64_t heads, int64_t row_begin, int64_t row_end, int64_t dim,
+                       float value)
 {
     for (int64_t h = 0; to->data != NULL && h < heads; h++)
         for (int64_t i = row_begin; i < row_end; i++)
             for (int64_t n = 0; n < dim; n++)
                 ((float *)to->data)[SKL_ROW(*to, 0, h, i) + n] = value;
-}
-
-static void fill_keys(const skl_output *to, int64_t heads, int64_t row_begin, int64_t row_end, int64_t dim)
-{
-    for (int64_t h = 0; to->data != NULL && h < heads; h++)
-        for (int64_t i = row_begin; i < row_end; i++)
-            for (int64_t n = 0; n < dim; n++)
-                ((int32_t *)to->data)[SKL_ROW(*to, 0, h, i) + n] = -1;
 }
 
 void skl_cpu_stats_clear(const skl_problem *p, const skl_call *call)
@@ -66,16 +57,16 @@ void skl_cpu_stats_clear(const skl_problem *p, const skl_call *call)
     if (!p->packed)
         return;
     const int64_t begin = call->inputs.cu_seqlens_q[p->batch], end = p->total_q, heads = p->heads_s;
-    fill_rows(&stats->lse, heads, begin, end, 1, -INFINITY);
-    fill_rows(&stats->max_logit, heads, begin, end, 1, -INFINITY);
-    fill_rows(&stats->entropy, heads, begin, end, 1, 0.0F);
-    fill_rows(&stats->expected_distance, heads, begin, end, 1, 0.0F);
-    fill_rows(&stats->range_mass, heads, begin, end, stats->range_count, 0.0F);
-    fill_rows(&stats->top_p, heads, begin, end, stats->top_k, 0.0F);
-    fill_keys(&stats->top_keys, heads, begin, end, stats->top_k);
+    skl_cpu_fill_rows(&stats->lse, heads, begin, end, 1, -INFINITY);
+    skl_cpu_fill_rows(&stats->max_logit, heads, begin, end, 1, -INFINITY);
+    skl_cpu_fill_rows(&stats->entropy, heads, begin, end, 1, 0.0F);
+    skl_cpu_fill_rows(&stats->expected_distance, heads, begin, end, 1, 0.0F);
+    skl_cpu_fill_rows(&stats->range_mass, heads, begin, end, stats->range_count, 0.0F);
+    skl_cpu_fill_rows(&stats->top_p, heads, begin, end, stats->top_k, 0.0F);
+    skl_cpu_fill_rows(&stats->top_keys, heads, begin, end, stats->top_k, skl_float_of_bits(~0U)); /* -1 as an int32 */
     const int64_t sum_heads = stats->per_key_head ? p->key_heads_s : heads;
-    fill_rows(&stats->key_sum, sum_heads, call->inputs.cu_seqlens_k[p->batch], p->total_k, 1, 0.0F);
-    fill_rows(&stats->key_max, sum_heads, call->inputs.cu_seqlens_k[p->batch], p->total_k, 1, 0.0F);
+    skl_cpu_fill_rows(&stats->key_sum, sum_heads, call->inputs.cu_seqlens_k[p->batch], p->total_k, 1, 0.0F);
+    skl_cpu_fill_rows(&stats->key_max, sum_heads, call->inputs.cu_seqlens_k[p->batch], p->total_k, 1, 0.0F);
 }
 
 /* ---- Heads ------------------------------------------------------------------------------------------------------

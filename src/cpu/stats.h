@@ -11,6 +11,10 @@ size_t skl_cpu_stats_size(const skl_plan *plan);
 /* Lays out the memory of a call in the workspace from `begin` on. Requires alignment for doubles. */
 skl_stats_memory skl_cpu_stats_memory(const skl_plan *plan, const skl_call *call, void *begin);
 
+/* Stores `value` in the `dim` numbers of rows [row_begin, row_end) of a packed tensor, if it is given. */
+void skl_cpu_fill_rows(const skl_output *to, int64_t heads, int64_t row_begin, int64_t row_end, int64_t dim,
+                       float value);
+
 /* Writes the results that no tile writes: rows and keys after the last packed sequence, and weights. */
 void skl_cpu_stats_clear(const skl_problem *problem, const skl_call *call);
 
