@@ -8,11 +8,11 @@
     SKL_KERNEL(                                                                                                      \
         sm80, type, strips, "dense indexers, large teacher groups", .does = SKL_DOES_DENSE | SKL_DOES_GROUPS,        \
         .dim_max = SKL_STRIP_DIM_MAX, .pool_dim_max = SKL_INDEXED_DIM_MAX,                                           \
-        .forward = SKL_LAUNCHER(sm80, type, strips,                                                                  \
-                                tensor_core::launch_difference_rows<sm80::difference_kernels<SKL_ELEMENT(type)>>),   \
-        .gradients =                                                                                                 \
+        .forward =                                                                                                   \
             SKL_LAUNCHER(sm80, type, strips,                                                                         \
-                         tensor_core::launch_difference_gradients<sm80::difference_kernels<SKL_ELEMENT(type)>>))
+                         tensor_core::launch_differences<sm80::difference_kernels<SKL_ELEMENT(type)>, false>),       \
+        .gradients = SKL_LAUNCHER(                                                                                   \
+            sm80, type, strips, tensor_core::launch_differences<sm80::difference_kernels<SKL_ELEMENT(type)>, true>))
 
 SKL_SM80_STRIPS(bf16)
 SKL_SM80_STRIPS(f16)

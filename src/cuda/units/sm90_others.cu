@@ -20,6 +20,7 @@ SKL_KERNEL(sm90, bf16, joint, "gradients of both sides, dim <= 128", .does = SKL
 
 SKL_KERNEL(sm90, bf16, strips, "dense indexers, large teacher groups", .does = SKL_DOES_DENSE | SKL_DOES_GROUPS,
            .dim_max = SKL_STRIP_DIM_MAX, .pool_dim_max = SKL_POOL_DIM_MAX,
-           .forward = SKL_LAUNCHER(sm90, bf16, strips, tensor_core::launch_difference_rows<sm90::difference_kernels>),
+           .forward = SKL_LAUNCHER(sm90, bf16, strips,
+                                   tensor_core::launch_differences<sm90::difference_kernels, false>),
            .gradients = SKL_LAUNCHER(sm90, bf16, strips,
-                                     tensor_core::launch_difference_gradients<sm90::difference_kernels>))
+                                     tensor_core::launch_differences<sm90::difference_kernels, true>))

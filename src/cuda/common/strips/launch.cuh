@@ -74,8 +74,7 @@ inline void assign_teacher_lse(strip_params *kernel_params, const skl_strip_layo
 /* Finishes the rows of a strip, after its scores. */
 template <typename PARAMS> cudaError_t launch_finish_rows(const PARAMS &kernel_params)
 {
-    finish_rows<<<(unsigned)kernel_params.strip_count, SIDE, 0, kernel_params.call.stream>>>(kernel_params);
-    return cudaPeekAtLastError();
+    return launch_blocks(finish_rows<PARAMS>, kernel_params.strip_count, SIDE, 0, kernel_params);
 }
 
 /* Calls launch(params) for one strip after another. */
@@ -96,16 +95,14 @@ cudaError_t launch_strips(PARAMS *kernel_params, const skl_cuda_launch *chosen, 
     if (error != cudaSuccess || !keys)
         return error;
     kernel_params->num_splits = layout.num_dk_splits;
-    store_key_sums<<<(unsigned)chosen->sm_count * 16, STORE_THREADS, 0, kernel_params->call.stream>>>(*kernel_params);
-    return cudaPeekAtLastError();
+    return launch_blocks(store_key_sums, (int64_t)chosen->sm_count * 16, STORE_THREADS, 0, *kernel_params);
 }
 
 /* ---- Differences -------------------------------------------------------------------------------------------- */
 
 /* KERNELS are those of an architecture:
  *
- *   encode(params)                           tensor maps, before the first launch
- *   encode_teacher(params)                   tensor maps of a pooled teacher
+ *   encode(sides)                            tensor maps, before the first launch
  *   teacher_lse(params, blocks)              LSEs of all teacher heads, to rows.lse_t
  *   pool(params)                             the target of a pooled teacher
  *   scores(params)                           row states of all splits, and G if params.g has data
@@ -119,12 +116,6 @@ struct difference_sides {
 inline difference_sides difference_sides_of(const strip_params &of_keys)
 {
     return {of_keys, skl_is_pooled(&of_keys.problem) ? block_params_for(of_keys) : of_keys};
-}
-
-template <typename KERNELS> cudaError_t encode_sides(KERNELS &kernels, const difference_sides &sides)
-{
-    const cudaError_t error = kernels.encode(sides.student);
-    return error == cudaSuccess && sides.student.target != NULL ? kernels.encode_teacher(sides.teacher) : error;
 }
 
 template <typename KERNELS> cudaError_t launch_strip_scores(const KERNELS &kernels, const strip_params &strip)
@@ -171,15 +162,15 @@ cudaError_t launch_difference_sums(const KERNELS &kernels, const strip_params &s
     return error;
 }
 
-template <typename KERNELS>
-cudaError_t launch_differences(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch,
-                               bool gradients)
+/* Rows or, with GRADIENTS, gradients. */
+template <typename KERNELS, bool GRADIENTS>
+cudaError_t launch_differences(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
 {
     const skl_problem *const p = &params->problem;
     const skl_strip_layout &layout = launch->strips;
     strip_params of_keys = params_for(params, layout);
     const bool computes_lse = of_keys.with_teacher && !of_keys.lse_given;
-    if (!gradients) {
+    if (!GRADIENTS) {
         of_keys.g = NULL;
         of_keys.wrt.dk = {};
     }
@@ -187,7 +178,7 @@ cudaError_t launch_differences(const char *kernel, const skl_cuda_params *params
         assign_teacher_lse(&of_keys, layout);
     difference_sides sides = difference_sides_of(of_keys);
     KERNELS kernels;
-    cudaError_t error = encode_sides(kernels, sides);
+    cudaError_t error = kernels.encode(sides);
     if (error != cudaSuccess)
         return error;
     record_launch(kernel, launch->variant, layout.num_splits);
@@ -197,24 +188,11 @@ cudaError_t launch_differences(const char *kernel, const skl_cuda_params *params
         return error;
     return launch_strips(&sides.student, launch, [&](const strip_params &strip) {
         const cudaError_t scores = launch_difference_scores(kernels, sides.teacher, strip, layout);
-        return scores != cudaSuccess || !gradients ? scores
+        return scores != cudaSuccess || !GRADIENTS ? scores
                : p->dim_s <= 64                    ? launch_difference_sums<64>(kernels, strip, layout)
                : p->dim_s <= 128                   ? launch_difference_sums<128>(kernels, strip, layout)
                                                    : launch_difference_sums<256>(kernels, strip, layout);
     });
-}
-
-template <typename KERNELS>
-cudaError_t launch_difference_rows(const char *kernel, const skl_cuda_params *params, const skl_cuda_launch *launch)
-{
-    return launch_differences<KERNELS>(kernel, params, launch, false);
-}
-
-template <typename KERNELS>
-cudaError_t launch_difference_gradients(const char *kernel, const skl_cuda_params *params,
-                                        const skl_cuda_launch *launch)
-{
-    return launch_differences<KERNELS>(kernel, params, launch, true);
 }
 
 } // namespace tensor_core

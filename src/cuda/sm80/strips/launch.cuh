@@ -20,10 +20,10 @@ template <typename SCORES> cudaError_t launch_scores(const typename SCORES::para
 
 /* ---- Differences -------------------------------------------------------------------------------------------- */
 
-/* For launch_difference_rows and launch_difference_gradients. M of the gradient kernels: a block has 64 M stationary
+/* For launch_differences. M of the gradient kernels: a block has 64 M stationary
  * rows. Registers limit M, and for keys the shared memory of two blocks. */
 template <typename ELEMENT> struct difference_kernels {
-    static cudaError_t encode(const strip_params &)
+    static cudaError_t encode(const tensor_core::difference_sides &)
     {
         return cudaSuccess;
     }
@@ -31,11 +31,6 @@ template <typename ELEMENT> struct difference_kernels {
     static cudaError_t teacher_lse(const strip_params &params, int64_t blocks)
     {
         return launch_blocks(lse_kernel<ELEMENT>, blocks, THREADS, sizeof(score_smem), params);
-    }
-
-    static cudaError_t encode_teacher(const strip_params &)
-    {
-        return cudaSuccess;
     }
 
     static cudaError_t pool(const strip_params &params)
@@ -111,10 +106,9 @@ cudaError_t launch_ratio_rows(const char *kernel, const skl_cuda_params *params,
             error = launch_finish_rows(strip);
         if (error == cudaSuccess && dots)
             error = launch_ratio_scores<ELEMENT>(strip, OUTPUT_DOTS);
-        if (error != cudaSuccess || !dots)
-            return error;
-        finish_dots<<<(unsigned)strip.strip_count, SIDE, 0, strip.call.stream>>>(strip);
-        return cudaPeekAtLastError();
+        return error == cudaSuccess && dots
+                   ? launch_blocks(finish_dots<ratio_params>, strip.strip_count, SIDE, 0, strip)
+                   : error;
     });
 }
 

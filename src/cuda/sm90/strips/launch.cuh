@@ -42,25 +42,20 @@ inline bool encode_scores(score_maps *maps, const strip_params &params)
 
 /* ---- Launches ----------------------------------------------------------------------------------------------- */
 
-/* Kernels and maps for launch_difference_rows and launch_difference_gradients. */
+/* Kernels and maps for launch_differences. */
 struct difference_kernels {
     score_maps score;
     gradient_maps query, key;
 
-    cudaError_t encode(const strip_params &params)
+    cudaError_t encode(const tensor_core::difference_sides &sides)
     {
+        const strip_params &params = sides.student;
         const bool gradients = params.g != NULL;
         const bool encoded =
-            encode_scores(&score, params) &&
+            encode_scores(&score, params) && (params.target == NULL || encode_teacher(&score, sides.teacher)) &&
             (!gradients || (encode_student(&query.stationary, &query.streamed, params, SIDE, STAGE_KEYS) &&
                             encode_student(&key.streamed, &key.stationary, params, STAGE_KEYS, SIDE)));
         return encoded ? cudaSuccess : encode_error();
-    }
-
-    /* Encodes the teacher's maps, after encode(). */
-    cudaError_t encode_teacher(const strip_params &params)
-    {
-        return sm90::encode_teacher(&score, params) ? cudaSuccess : encode_error();
     }
 
     cudaError_t pool(const strip_params &params) const
