@@ -3,6 +3,7 @@
 #include "cuda/common/attention_rows.cuh"
 
 #include "base/convert.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/row_stats.cuh"
 
@@ -10,11 +11,6 @@ constexpr int THREADS = 256, ROWS = 4, OCTET = 8;              /* rows of a lane
 constexpr int WIDE = SKL_CARRYING_DIM_MAX / OCTET, NARROW = 8; /* lanes of a row, in one step */
 
 template <int LANES> constexpr int BLOCK_ROWS = THREADS / LANES *ROWS;
-
-static int lanes_for(const skl_problem &p)
-{
-    return p.dim_s > NARROW * OCTET ? WIDE : NARROW;
-}
 
 /* A row of one head of one batch. */
 struct row_position {
@@ -26,13 +22,19 @@ static __host__ __device__ int64_t rows_per_head(const skl_problem &p)
     return p.packed ? p.total_q : p.len_q;
 }
 
-/* Rows of a head are in x, heads of all batches in y. */
-template <int LANES> static dim3 grid_for(const skl_problem &p)
+typedef void row_kernel(attention_backward_params);
+
+/* Launches a kernel, as compiled for the lanes of a row. Rows of a head are in x, heads of all batches in y. */
+static cudaError_t launch_rows(row_kernel *wide, row_kernel *narrow, const attention_backward_params &params)
 {
+    const skl_problem &p = params.problem;
+    const bool is_wide = p.dim_s > NARROW * OCTET;
     const int64_t y_max = 65535, x_max = 1 << 16; /* grid-stride loops do the rest */
     const int64_t heads = (p.packed ? 1 : p.batch) * p.heads_s;
-    return dim3((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), BLOCK_ROWS<LANES>)),
-                (unsigned)skl_min(y_max, heads));
+    const int64_t block_rows = is_wide ? BLOCK_ROWS<WIDE> : BLOCK_ROWS<NARROW>;
+    const dim3 blocks((unsigned)skl_min(x_max, skl_ceil_div(rows_per_head(p), block_rows)),
+                      (unsigned)skl_min(y_max, heads));
+    return launch_blocks(is_wide ? wide : narrow, blocks, THREADS, 0, params);
 }
 
 /* Calls visit(positions, whether each exists) for the rows of these lanes, ROWS at a time. */
@@ -247,30 +249,16 @@ attention_backward_params attention_backward_params_of(const skl_cuda_params *pa
 
 cudaError_t prepare_attention_rows(const attention_backward_params *params)
 {
-    const cudaError_t error = cudaMemsetAsync(params->largest, 0, sizeof *params->largest, params->call.stream);
-    if (error != cudaSuccess)
-        return error;
-    const skl_problem &p = params->problem;
-    const cudaStream_t stream = params->call.stream;
-    if (lanes_for(p) == WIDE)
-        prepare_rows<WIDE><<<grid_for<WIDE>(p), THREADS, 0, stream>>>(*params);
-    else
-        prepare_rows<NARROW><<<grid_for<NARROW>(p), THREADS, 0, stream>>>(*params);
-    if (p.dtype_s == SKL_F16 && lanes_for(p) == WIDE)
-        largest_value<WIDE><<<grid_for<WIDE>(p), THREADS, 0, stream>>>(*params);
-    else if (p.dtype_s == SKL_F16)
-        largest_value<NARROW><<<grid_for<NARROW>(p), THREADS, 0, stream>>>(*params);
-    return cudaPeekAtLastError();
+    cudaError_t error = cudaMemsetAsync(params->largest, 0, sizeof *params->largest, params->call.stream);
+    if (error == cudaSuccess)
+        error = launch_rows(prepare_rows<WIDE>, prepare_rows<NARROW>, *params);
+    return error == cudaSuccess && params->problem.dtype_s == SKL_F16
+               ? launch_rows(largest_value<WIDE>, largest_value<NARROW>, *params)
+               : error;
 }
 
 cudaError_t store_dq_sums(const attention_backward_params *params)
 {
-    if (params->call.gradients.dq_s.data == NULL)
-        return cudaSuccess;
-    const skl_problem &p = params->problem;
-    if (lanes_for(p) == WIDE)
-        store_sums<WIDE><<<grid_for<WIDE>(p), THREADS, 0, params->call.stream>>>(*params);
-    else
-        store_sums<NARROW><<<grid_for<NARROW>(p), THREADS, 0, params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
+    return params->call.gradients.dq_s.data == NULL ? cudaSuccess
+                                                    : launch_rows(store_sums<WIDE>, store_sums<NARROW>, *params);
 }

@@ -1,4 +1,5 @@
 /* Merges the splits of a forward's keys: compiled once for all kernels that split them. */
+#include "cuda/common/launch.cuh"
 #include "cuda/common/row_state.cuh"
 
 namespace tensor_core
@@ -15,8 +16,7 @@ template <int M> cudaError_t merge_splits(const forward_params &params)
 {
     const skl_problem &p = params.problem;
     const dim3 blocks = grid_of(p.batch, p.heads_s, skl_ceil_div(p.len_q, TILE_ROWS<M>));
-    merge_kernel<M><<<blocks, TILE_ROWS<M>, 0, params.call.stream>>>(params);
-    return cudaPeekAtLastError();
+    return launch_blocks(merge_kernel<M>, blocks, TILE_ROWS<M>, 0, params);
 }
 
 template cudaError_t merge_splits<1>(const forward_params &params);

@@ -2,6 +2,7 @@
 #include "base/convert.h"
 #include "base/kl_math.h"
 #include "cuda/common/dk_sums.cuh"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/sinks.cuh"
 
@@ -80,8 +81,7 @@ extern "C" cudaError_t skl_cuda_clear_tails(const skl_cuda_params *params, const
     const skl_problem *const p = &params->problem;
     const int64_t rows = skl_max(p->total_q * p->heads_t, p->total_k * p->key_heads_t);
     record_launch("cuda_general", SKL_VARIANT_CLEAR, 1);
-    clear_tails<<<blocks_for(rows), ROW_THREADS, 0, params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
+    return launch_blocks(clear_tails, blocks_for(rows), ROW_THREADS, 0, *params);
 }
 
 /* ---- Row bounds by key -------------------------------------------------------------------------------------- */
@@ -105,8 +105,7 @@ extern "C" cudaError_t skl_cuda_bounds_by_key(const skl_cuda_params *params, con
 {
     const skl_problem *const p = &params->problem;
     record_launch("cuda_general", SKL_VARIANT_BOUNDS, 1);
-    bounds_by_key<<<blocks_for(p->batch * p->len_k), ROW_THREADS, 0, params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
+    return launch_blocks(bounds_by_key, blocks_for(p->batch * p->len_k), ROW_THREADS, 0, *params);
 }
 
 /* ---- Blocks of rows, with a pooled teacher ------------------------------------------------------------------- */
@@ -129,9 +128,9 @@ extern "C" cudaError_t skl_cuda_bounds_of_blocks(const skl_cuda_params *params, 
     const skl_cuda_params of_blocks = block_params_of(params);
     const int64_t blocks = p->batch * of_blocks.problem.len_k;
     record_launch("cuda_general", SKL_VARIANT_BLOCKS, 1);
-    bounds_of_blocks<<<blocks_for(p->batch * p->len_q), ROW_THREADS, 0, params->call.stream>>>(*params);
-    bounds_by_key<<<blocks_for(blocks), ROW_THREADS, 0, params->call.stream>>>(of_blocks);
-    return cudaPeekAtLastError();
+    const cudaError_t error =
+        launch_blocks(bounds_of_blocks, blocks_for(p->batch * p->len_q), ROW_THREADS, 0, *params);
+    return error == cudaSuccess ? launch_blocks(bounds_by_key, blocks_for(blocks), ROW_THREADS, 0, of_blocks) : error;
 }
 
 /* ---- States ------------------------------------------------------------------------------------------------- */
@@ -186,8 +185,7 @@ static __global__ void __launch_bounds__(ROW_THREADS) finish_states(const __grid
 
 extern "C" cudaError_t skl_cuda_states_finish(const skl_cuda_params *params, const void *)
 {
-    finish_states<<<blocks_for(skl_state_count(&params->problem)), ROW_THREADS, 0, params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
+    return launch_blocks(finish_states, blocks_for(skl_state_count(&params->problem)), ROW_THREADS, 0, *params);
 }
 
 /* ---- f32 sums of dk ----------------------------------------------------------------------------------------- */

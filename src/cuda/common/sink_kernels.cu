@@ -1,5 +1,6 @@
 /* Gradients of sinks: base/sinks.h has the formula. Memory-bound: a row takes a few numbers. */
 #include "base/sinks.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/sequence.cuh"
 
 namespace sink_kernels
@@ -43,9 +44,7 @@ static __global__ void __launch_bounds__(THREADS) sink_gradients(const __grid_co
 extern "C" cudaError_t skl_cuda_sink_gradients(const skl_cuda_params *params, const void *)
 {
     record_launch("cuda_general", SKL_VARIANT_SINK_GRADIENTS, 1);
-    const dim3 blocks((unsigned)params->problem.heads_s, 2);
-    sink_gradients<<<blocks, THREADS, 0, params->call.stream>>>(*params);
-    return cudaPeekAtLastError();
+    return launch_blocks(sink_gradients, dim3((unsigned)params->problem.heads_s, 2), THREADS, 0, *params);
 }
 
 } // namespace sink_kernels

@@ -1,6 +1,7 @@
 /* Memory-bound kernels of attention statistics: they clear outputs and sums, add the slots of key sums, and write the
  * weights of chosen rows. */
 #include "base/convert.h"
+#include "cuda/common/launch.cuh"
 #include "cuda/common/stats.cuh"
 
 stats_params stats_params_of(const skl_cuda_params *params, const skl_cuda_launch *launch)
@@ -39,8 +40,7 @@ static cudaError_t launch_rows(KERNEL kernel, int64_t count, const skl_cuda_para
     const int64_t blocks_max = 2048; /* grid-stride loops do the rest; more blocks take longer to start than to run */
     const int64_t blocks = skl_max(1, skl_min(blocks_max, skl_ceil_div(count, THREADS)));
     record_launch("cuda_general", launch->variant, 1);
-    kernel<<<(unsigned)blocks, THREADS, 0, params->call.stream>>>(stats_params_of(params, launch));
-    return cudaPeekAtLastError();
+    return launch_blocks(kernel, blocks, THREADS, 0, stats_params_of(params, launch));
 }
 
 /* ---- Clear -------------------------------------------------------------------------------------------------- */
