@@ -120,6 +120,11 @@ static void test_refused_arguments(void **state)
     assert_refused(kl_of(&f, NULL), SKL_ERROR_ARGUMENT, "kl=NULL: must be given");
     assert_refused(backward_of(&f, r.kl.data, NULL, NULL), SKL_ERROR_ARGUMENT, "dq_s=NULL, dk_s=NULL: at least one");
     assert_refused(backward_of(&f, r.kl.data, r.dq_s.data, r.dq_s.data), SKL_ERROR_ARGUMENT, "overlap");
+    const skl_input grad_kl = f.inputs.grad_kl;
+    f.inputs.grad_kl.data = r.kl.data;
+    assert_refused(backward_of(&f, r.kl.data, r.dq_s.data, NULL), SKL_ERROR_ARGUMENT, " and rows.kl=");
+    f.inputs.grad_kl = grad_kl;
+    assert_results(&f, &r, 0); /* a call that fails has no effect: its forward has not run */
     f.inputs.k_t.data = NULL;
     assert_refused(kl_of(&f, r.kl.data), SKL_ERROR_ARGUMENT, "k_t=NULL: must be given");
     assert_refused(skl_attention_kl(NULL, NULL, NULL, NULL, NULL, NULL, r.kl.data, NULL), SKL_ERROR_ARGUMENT,

@@ -6,6 +6,7 @@
 #include "base/needs.h"
 #include "base/status.h"
 #include "base/structs.h"
+#include "base/tensors.h"
 
 /* The tensors of a call, contiguous; NULL: not requested. */
 typedef struct simple_tensors {
@@ -52,22 +53,26 @@ static skl_status run(const skl_plan *plan, const simple_tensors *t, void *memor
     float *const kl = t->kl != NULL ? t->kl : lse_s + row_count(p, p->heads_s);
     skl_inputs in = skl_contiguous_inputs(p);
     in.q_t.data = t->q_t, in.k_t.data = t->k_t, in.q_s.data = t->q_s, in.k_s.data = t->k_s;
-    skl_rows rows = {.struct_size = sizeof rows, .kl = skl_output_contiguous(kl, p->heads_s, p->len_q, 1)};
-    if (p->gradients != 0) {
-        rows.lse_t = skl_output_contiguous(lse_t, p->heads_t, p->len_q, 1);
-        rows.lse_s = skl_output_contiguous(lse_s, p->heads_s, p->len_q, 1);
-    }
-    SKL_TRY(skl_forward(plan, &in, &rows, memory, workspace_size, stream));
-    if (p->gradients == 0)
-        return SKL_OK;
-    in.lse_t = skl_input_of(&rows.lse_t);
-    in.lse_s = skl_input_of(&rows.lse_s);
-    in.kl = skl_input_of(&rows.kl);
-    if (t->grad_kl != NULL)
+    if (t->grad_kl != NULL) /* for the forward, too, which refuses a kl that overlaps it */
         in.grad_kl = skl_input_contiguous(t->grad_kl, p->heads_s, p->len_q, 1);
-    const skl_gradients gradients = {
-        .struct_size = sizeof gradients, .dq_s = like(t->dq_s, &in.q_s), .dk_s = like(t->dk_s, &in.k_s)};
-    return skl_backward(plan, &in, &gradients, memory, workspace_size, stream);
+    skl_rows rows = {.struct_size = sizeof rows, .kl = skl_output_contiguous(kl, p->heads_s, p->len_q, 1)};
+    if (p->gradients == 0)
+        return skl_forward(plan, &in, &rows, memory, workspace_size, stream);
+    rows.lse_t = skl_output_contiguous(lse_t, p->heads_t, p->len_q, 1);
+    rows.lse_s = skl_output_contiguous(lse_s, p->heads_s, p->len_q, 1);
+    skl_call backward = {.op = SKL_OP_BACKWARD,
+                         .inputs = in,
+                         .rows = {.struct_size = sizeof(skl_rows)},
+                         .gradients = {.struct_size = sizeof(skl_gradients),
+                                       .dq_s = like(t->dq_s, &in.q_s),
+                                       .dk_s = like(t->dk_s, &in.k_s)},
+                         .workspace = memory};
+    backward.inputs.lse_t = skl_input_of(&rows.lse_t);
+    backward.inputs.lse_s = skl_input_of(&rows.lse_s);
+    backward.inputs.kl = skl_input_of(&rows.kl);
+    SKL_TRY(skl_call_check(plan, &backward, workspace_size)); /* first: a call that fails has no effect */
+    SKL_TRY(skl_forward(plan, &in, &rows, memory, workspace_size, stream));
+    return skl_backward(plan, &backward.inputs, &backward.gradients, memory, workspace_size, stream);
 }
 
 static skl_status run_with_memory(const skl_plan *plan, const simple_tensors *tensors, skl_stream stream)
