@@ -15,7 +15,9 @@ from ._attention_kl import expand_weight
 from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight, weighted
 from ._ops import BOTH_LSES, Operators, supports
-from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_tensors, translate, with_options
+from ._options import (
+    AttentionOptions, CarriedOptions, Lengths, check_flags, check_number, check_tensors, translate, with_options,
+)  # fmt: skip
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
 
@@ -40,6 +42,24 @@ class Term:
     plan: lib.Plan | None = None  # computes the attention and its KL; None until the call has looked it up
     lse_s: torch.Tensor | None = None  # the student's LSE, once a forward has computed the KL; packed as q_t is
     _weights: float | torch.Tensor | None = None  # see weights()
+
+    def __post_init__(self) -> None:
+        self.versions: list[tuple[str, torch.Tensor, int]] = []
+        if torch.compiler.is_compiling():
+            return  # a compiled graph saves these tensors itself
+        given = {name: getattr(self, name) for name in ("q_t", "k_t", "lse_t", "kl_weight", "row_weight")}
+        for name, tensor in (given | self.lengths._asdict()).items():
+            if isinstance(tensor, torch.Tensor) and not tensor.is_inference():  # which has no version
+                self.versions.append((name, tensor, tensor._version))
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if a tensor that the backward reads is not that of the forward: autograd does not save them."""
+        for name, tensor, version in self.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"streamkl.attention: {name} has been changed in place between the forward and the backward, which reads "
+                    f"it: pass {name}.clone()"
+                )
 
     def packed(self, tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, length, ...] as [heads, batch * length, ...]."""
@@ -168,6 +188,8 @@ class Carried(torch.autograd.Function):
             )
         scale = 1.0 if slot.inject else grad_loss
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
+        if term is not None and ctx.graph is None:
+            term.check_unchanged()
         if ctx.graph is not None:
             own = ctx.graph.gradients(grad_output)
             made = own if scale is None else added(own, ctx.of_kl, scale)
@@ -368,6 +390,8 @@ def attention(
         return traced_attention(q, k, v, slot, term)
     term.plan = check_call(q_t, k_t, q, k, v, lse_t, lengths, options)
     out, loss = Carried.apply(q, k, v, slot, lambda q, k, v: attend(q, k, v, lengths, options))
+    if not out.requires_grad:
+        slot.finish()
     return out, CarriedKL(loss, slot)
 
 
@@ -385,10 +409,21 @@ def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
 
 def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[float | torch.Tensor, torch.Tensor | None]:
     """The weights of a term; tensors are f32."""
-    is_tensor = isinstance(kl_weight, torch.Tensor)
-    if kl_weight.numel() != 1 or kl_weight.requires_grad if is_tensor else not isinstance(kl_weight, (float, int)):
+    if isinstance(kl_weight, torch.Tensor):
+        if kl_weight.numel() != 1 or kl_weight.requires_grad or kl_weight.is_complex():
+            shown = (
+                f"{kl_weight.dtype} {list(kl_weight.shape)}{' with a gradient' if kl_weight.requires_grad else ''}"
+            )
+            accepted = "a number, or a real tensor of one element without a gradient"
+            raise ValueError(f"kl_weight: {shown} must be {accepted}; row_weight weights rows")
+        weight = kl_weight.to(q.device, torch.float32).reshape(())
+    else:
+        check_number("kl_weight", kl_weight)
+        weight = float(kl_weight)
+    if row_weight is None:
+        return weight, None
+    if row_weight.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "kl_weight: must be a number, or a tensor of one element without a gradient; row_weight weights rows"
+            "row_weight: requires a gradient, and the KL of an attention has none for it: pass row_weight.detach()"
         )
-    weight = kl_weight.to(q.device, torch.float32).reshape(()) if is_tensor else float(kl_weight)
-    return weight, None if row_weight is None else expand_weight(row_weight, q, lengths, options, "q")
+    return weight, expand_weight(row_weight, q, lengths, options, "q")

@@ -370,13 +370,17 @@ def is_length(value: Any) -> bool:
     return is_whole(value) and (isinstance(value, torch.SymInt) or abs(value) <= _LONGEST)
 
 
-def _is_zero_in_f32(name: str, value: Any) -> bool:
-    """Half the smallest f32, 2^-149, is rounded to 0."""
+def check_number(name: str, value: Any) -> None:
     numeric: Any = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
     if not isinstance(value, numeric) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r}: must be a number")
     if isinstance(value, int) and abs(value) >= 1 << 128:
         raise ValueError(f"{name}={value!r}: must be finite in float32")
+
+
+def _is_zero_in_f32(name: str, value: Any) -> bool:
+    """Half the smallest f32, 2^-149, is rounded to 0."""
+    check_number(name, value)
     return abs(value) <= 2.0**-150
 
 

@@ -1,5 +1,6 @@
 """streamkl.attention: its output is torch's, its gradients are those of the attention and of the KL."""
 
+import pickle
 import weakref
 
 import pytest
@@ -212,6 +213,41 @@ def test_teacher_gets_no_gradient_and_runs_without_any():
     assert not out.requires_grad and handle.loss.item() > 0
 
 
+@pytest.mark.parametrize("name", ["q_t", "k_t", "lse_t", "kl_weight", "row_weight", "key_lengths"])
+def test_a_tensor_changed_in_place_before_the_backward(name):
+    """The backward reads it again: its gradients would be those of another loss."""
+    call = Call()
+    given = dict(
+        q_t=call.q_t, k_t=call.k_t, lse_t=torch.zeros(2, 4, 37), kl_weight=torch.ones(()), row_weight=torch.ones(2, 37),
+        key_lengths=torch.tensor([20, 37], dtype=torch.int32),
+    )  # fmt: skip
+    out, _ = streamkl.attention(*call.inputs, layout="bhnd", kl_value=False, **given)
+    given[name].mul_(2)
+    with pytest.raises(RuntimeError, match=rf"{name} has been changed in place .*: pass {name}.clone\(\)"):
+        out.sum().backward()
+
+
+def test_a_teacher_of_inference_mode():
+    call = Call(causal=True)
+    expected = call.reference(kl_weight=3.0)[2]
+    with torch.inference_mode():
+        call.q_t, call.k_t = call.q_t * 1, call.k_t * 1
+    out, _ = call.attention(kl_weight=3.0)
+    (out * call.upstream).sum().backward()
+    assert_gradients(call, expected)
+
+
+def test_a_handle_without_a_backward_keeps_no_teacher():
+    call = Call(causal=True)
+    with torch.no_grad():
+        _, handle = call.attention()
+    alive = weakref.ref(call.q_t)
+    copied = pickle.loads(pickle.dumps(handle))
+    assert torch.equal(copied.kl, handle.kl) and torch.equal(copied.loss, handle.loss)
+    del call
+    assert alive() is None
+
+
 def test_only_some_gradients():
     call = Call(causal=True)
     expected = call.reference()[2]
@@ -237,8 +273,17 @@ ERRORS = {
     "lse_t": (lambda c: dict(lse_t=torch.zeros(2, 4, 36)), r"lse_t: shape \[2, 4, 36\] must be"),
     "reduction": (lambda c: dict(reduction="none"), "must be 'mean' or 'sum'"),
     "head size": (lambda c: {x: torch.randn(2, 4, 37, 513) for x in "qkv"}, r"dim=513: must be 1..512"),
-    "kl_weight type": (lambda c: dict(kl_weight="1"), "kl_weight: must be a number"),
-    "kl_weight": (lambda c: dict(kl_weight=torch.ones(3)), "kl_weight: must be a number"),
+    "kl_weight type": (lambda c: dict(kl_weight="1"), "kl_weight='1': must be a number"),
+    "kl_weight bool": (lambda c: dict(kl_weight=True), "kl_weight=True: must be a number"),
+    "kl_weight range": (lambda c: dict(kl_weight=10**400), "kl_weight=10*: must be finite in float32"),
+    "kl_weight shape": (lambda c: dict(kl_weight=torch.ones(3)), r"kl_weight: torch.float32 \[3\] must be a number, or a real"),
+    "kl_weight dtype": (lambda c: dict(kl_weight=torch.tensor(1j)), r"kl_weight: torch.complex64 \[\] must be a number"),
+    "kl_weight gradient": (
+        lambda c: dict(kl_weight=torch.ones(1, requires_grad=True)), r"kl_weight: torch.float32 \[1\] with a gradient must be",
+    ),
+    "row_weight gradient": (
+        lambda c: dict(row_weight=torch.ones(2, 37, requires_grad=True)), "row_weight: requires a gradient.*row_weight.detach",
+    ),
     "inject": (lambda c: dict(inject=1), "inject=1: must be True or False"),
     "row_weight": (lambda c: dict(row_weight=torch.ones(2, 3)), r"row_weight: shape \[2, 3\] must be"),
 }
