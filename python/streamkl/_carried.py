@@ -16,7 +16,8 @@ from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight, weighted
 from ._ops import BOTH_LSES, Operators, supports
 from ._options import (
-    AttentionOptions, CarriedOptions, Lengths, check_flags, check_number, check_tensors, translate, with_options,
+    AttentionOptions, CarriedOptions, Lengths, check_flags, check_gradient, check_number, check_tensors, translate,
+    with_options,
 )  # fmt: skip
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
@@ -187,6 +188,7 @@ class Carried(torch.autograd.Function):
                 "streamkl.attention: the backward runs once and frees the teacher: no retain_graph=True"
             )
         scale = 1.0 if slot.inject else grad_loss
+        check_gradient("attention", grad_loss if grad_output is None else grad_output)
         grad_output = torch.zeros_like(output) if grad_output is None else grad_output
         if term is not None and ctx.graph is None:
             term.check_unchanged()
@@ -375,7 +377,9 @@ def attention(
     Raises:
         ValueError: an argument does not fit.
     """
-    given = dict(row_weight=row_weight, lse_t=lse_t)
+    given = dict(
+        row_weight=row_weight, lse_t=lse_t, kl_weight=kl_weight if isinstance(kl_weight, torch.Tensor) else None
+    )
     check_tensors("attention", q=q, k=k, v=v, q_t=q_t, k_t=k_t, optional=given)
     check_flags(inject=inject, kl_value=kl_value)
     q, k, v = map(as_autocast, (q, k, v))

@@ -26,7 +26,7 @@ from ._call import (
 )  # fmt: skip
 from ._checks import INPUTS, TENSORS
 from ._mean import divided, nonzero, total_weight, weighted
-from ._options import Lengths, are_transforms_active
+from ._options import Lengths, are_transforms_active, check_gradient
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options
 
 TENSOR_COUNT, LENGTH_COUNT, OPTION_COUNT = len(TENSORS), len(Lengths._fields), len(Options._fields)
@@ -193,6 +193,7 @@ class Forward(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: under checkpointing, every access computes them again
         *tensors, indices, lse_t, lse_s, kl, dot_t = saved[: TENSOR_COUNT + 4]
         lengths = saved[TENSOR_COUNT + 4 :]
+        check_gradient(_function_name(tensors[4]), grad_kl)
         with torch.no_grad():
             made = ctx.operators.backward(*tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options)
         if torch.is_grad_enabled():  # create_graph=True

@@ -21,6 +21,7 @@ from ._options import (
     Reduction,
     as_int32,
     check_choice,
+    check_dense,
     check_tensors,
     defaults_of,
     is_whole,
@@ -161,7 +162,7 @@ def relation_heads(tensor: torch.Tensor, heads: int, layout: Layout = "bnhd") ->
 
     Teacher and student with other numbers of heads then have equally many. Packed tensors are accepted, too.
     """
-    check_tensors("relation_heads", tensor=tensor, optional={})
+    check_dense(tensor=tensor, optional={})
     check_choice("layout", layout, get_args(Layout))
     if tensor.dim() < 3:
         raise ValueError(f"tensor: shape {list(tensor.shape)} must be [..., length, heads, dim]")
@@ -203,7 +204,7 @@ def score_mse(
         key_lengths: ``[batch]``: keys from ``key_lengths[b]`` on are padding.
         layout: ``"bnhd"``, as above, or ``"bhnd"``.
     """
-    check_tensors("score_mse", q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional=dict(key_lengths=key_lengths))
+    check_dense(q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s, optional=dict(key_lengths=key_lengths))
     tensors = dict(q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_s)
     check_choice("layout", layout, get_args(Layout))
     for name, scale in ("softmax_scale_t", softmax_scale_t), ("softmax_scale_s", softmax_scale_s):

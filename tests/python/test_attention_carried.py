@@ -248,6 +248,14 @@ def test_a_handle_without_a_backward_keeps_no_teacher():
     assert alive() is None
 
 
+def test_batches_of_gradients_are_refused():
+    call = Call(causal=True)
+    out, handle = call.attention(inject=False)
+    for made in out, handle.loss:
+        with pytest.raises(RuntimeError, match="streamkl.attention does not support batches of gradients"):
+            torch.autograd.grad(made, call.inputs, torch.ones(2, *made.shape), is_grads_batched=True, retain_graph=True)
+
+
 def test_only_some_gradients():
     call = Call(causal=True)
     expected = call.reference()[2]

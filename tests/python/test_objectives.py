@@ -247,6 +247,15 @@ def test_entropy_of_rows_with_weights_and_without_keys():
     assert total.item() == pytest.approx((rows * weight).sum().item())
 
 
+def test_transforms():
+    """score_mse is plain torch; the message of entropy names no reference that does not exist."""
+    q, k = torch.randn(3, 1, 5, 2, 8), torch.randn(1, 5, 2, 8)
+    found = torch.func.vmap(lambda q: losses.score_mse(q, k, losses.relation_heads(q, 2), k + 1))(q)
+    torch.testing.assert_close(found, torch.stack([losses.score_mse(each, k, each, k + 1) for each in q]))
+    with pytest.raises(RuntimeError, match="streamkl.entropy does not support torch.func transforms.* for vmap$"):
+        torch.func.grad(lambda q: losses.entropy(q, k))(k)
+
+
 def test_entropy_has_no_teacher():
     q = torch.randn(1, 6, 2, 4)
     with pytest.raises(ValueError, match="link_s='linear': must be 'softmax' for entropy"):

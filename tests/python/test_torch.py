@@ -171,6 +171,43 @@ def test_transforms_are_refused(name, function):
                 loss(torch.autograd.forward_ad.make_dual(torch.randn_like(q), q))
 
 
+@pytest.mark.parametrize("name", ["sinks", "row_weight", "one_pass"])
+@pytest.mark.parametrize("mode", ["jvp", "dual"])
+def test_forward_mode_of_other_arguments_is_refused(name, mode):
+    """Sinks, and weights in one pass, would have a tangent of 0, too."""
+    q = torch.randn(1, 5, 2, 8)
+    student = q.clone().requires_grad_()
+    _, lse_t, lse_s = streamkl.attention_kl(q, q, q, q, return_lse=True)
+
+    def loss(x):
+        if name == "sinks":
+            return streamkl.attention_kl(q, q, q, q, sink_t=x, sink_s=x)
+        known = dict(lse_t=lse_t, lse_s=lse_s) if name == "one_pass" else {}
+        return streamkl.attention_kl(q, q, student, q, row_weight=x, reduction="sum", **known)
+
+    x = torch.ones(2) if name == "sinks" else torch.ones(1, 5)
+    with pytest.raises(RuntimeError, match="streamkl.attention_kl does not support"):
+        if mode == "jvp":
+            torch.func.jvp(loss, (x,), (x,))
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                loss(torch.autograd.forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("function", ["attention_kl", "indexer_kl"])
+def test_batches_of_gradients_are_refused(function):
+    q, w = torch.randn(1, 5, 2, 8), torch.randn(1, 5, 2)
+
+    def loss(x):
+        if function == "attention_kl":
+            return streamkl.attention_kl(q, q, x, q, reduction="none")
+        return streamkl.indexer_kl(q, q, x, q[:, :, :1], w, reduction="none")
+
+    with pytest.raises(RuntimeError, match=f"streamkl.{function} does not support batches of gradients"):
+        torch.autograd.functional.jacobian(loss, q, vectorize=True)
+    assert torch.autograd.functional.jacobian(loss, q).shape == (*loss(q).shape, *q.shape)
+
+
 def test_a_transform_of_other_tensors():
     q, x = torch.randn(1, 5, 2, 8), torch.arange(3.0)
     loss = streamkl.attention_kl(q, q, q.roll(1, 1), q)
