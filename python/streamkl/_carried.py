@@ -11,7 +11,7 @@ from typing import Any, Callable, Literal, NamedTuple
 import torch
 
 from . import _library as lib
-from ._attention_kl import expand_weight
+from ._attention_kl import expand_weight, promote_under_autocast
 from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight, weighted
 from ._ops import BOTH_LSES, Operators, supports
@@ -383,6 +383,8 @@ def attention(
     check_tensors("attention", q=q, k=k, v=v, q_t=q_t, k_t=k_t, optional=given)
     check_flags(inject=inject, kl_value=kl_value)
     q, k, v = map(as_autocast, (q, k, v))
+    if q_t.dtype != k_t.dtype:
+        q_t, k_t, _, _ = promote_under_autocast(q_t, k_t, q, k)
     lengths, options = translate(CarriedOptions, GRADIENTS, {"reduction": reduction, **options})
     weights = _weights(q, kl_weight, row_weight, lengths, options)
     lse_t = None if lse_t is None else lse_t.detach()

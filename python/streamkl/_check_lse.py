@@ -39,7 +39,8 @@ def _check(name, given, scale, softcap, lengths, options, indices=None, wider=Fa
     q, k, lse, sink = given
     scale = scale or (1.0 if linear else 1 / math.sqrt(q.shape[-1]))
     for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
-        logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
+        with torch.autocast(q.device.type, enabled=False):  # which would round the products
+            logits = torch.einsum("hd,hnd->hn", q_row.float(), keys.float()) * scale
         logits = softcap * torch.tanh(logits / softcap) if softcap else logits.log() if linear else logits
         if in_indices is not None:
             logits = logits.gather(1, in_indices.clamp(min=0)).masked_fill(in_indices < 0, -torch.inf)

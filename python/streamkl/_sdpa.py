@@ -141,17 +141,18 @@ def _flash(q, k, v, lengths, options, scale, packed):
 
 def _with_matrices(q, k, v, lengths, options, scale):
     q, k, v = (tensor if options.heads_first else tensor.transpose(-3, -2) for tensor in (q, k, v))
-    output, lse = reference.attention(
-        q.float(),
-        k.float(),
-        v.float(),
-        causal=options.causal,
-        window_size=(options.window_left, options.window_right),
-        softmax_scale=scale,
-        softcap=options.softcap_s,
-        layout="bhnd",
-        **lengths._asdict(),
-    )
+    with torch.autocast(q.device.type, enabled=False):  # which would round the products
+        output, lse = reference.attention(
+            q.float(),
+            k.float(),
+            v.float(),
+            causal=options.causal,
+            window_size=(options.window_left, options.window_right),
+            softmax_scale=scale,
+            softcap=options.softcap_s,
+            layout="bhnd",
+            **lengths._asdict(),
+        )
     # A copy in the strides of q: the output of one query would have rows one element apart, which no kernel takes.
     output = torch.empty_like(q).copy_(output)
     return output if options.heads_first else output.transpose(-3, -2), lse

@@ -186,6 +186,30 @@ def test_autocast():
         assert_near(tensor.grad, gradient, rounded.tolerance())
 
 
+def test_stored_matrices_are_f32_under_autocast():
+    """An LSE of rounded products is not that of the backward: the gradient of a small KL would be lost."""
+    call = Call(key_lengths=torch.tensor([20, 37]), dtype=torch.bfloat16)
+    call.q_t, call.k_t = 1.02 * call.q.detach(), call.k.detach()
+    made = []
+    for enabled in False, True:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, _ = call.attention(kl_weight=3000.0)
+        made.append([out, *torch.autograd.grad((out * call.upstream).sum(), call.inputs)])
+    assert all(torch.equal(one, other) for one, other in zip(*made))
+
+
+def test_autocast_promotes_the_teacher():
+    """Autocast may give bf16 queries and f32 keys."""
+    call = Call(causal=True)
+    call.q_t = call.q_t.bfloat16()
+    with pytest.raises(ValueError, match="q_t is torch.bfloat16 and k_t is torch.float32"):
+        call.attention()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        handle = call.attention()[1]
+        call.q_t = call.q_t.float()
+        assert torch.equal(call.attention()[1].kl, handle.kl)
+
+
 def test_compile():
     call = Call(causal=True)
     expected = call.reference(kl_weight=3.0)[2]

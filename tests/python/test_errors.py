@@ -313,6 +313,14 @@ def test_a_long_call_in_either_thread(status, result):
     assert found == [result, result]
 
 
+def test_check_lse_under_autocast():
+    """The LSEs of f32 tensors are f32 there, too."""
+    tensors = [3 * torch.randn(2, 20, 4, 8) for _ in range(4)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True)
+        streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s, check_lse=True)
+
+
 def test_check_lse_of_many_sequences():
     """The first eight sequences of a packed batch are checked."""
     tensors = [tensor.detach() for tensor in make_tensors(len_q=24, len_k=24, packed=True)]
