@@ -211,20 +211,28 @@ def check_interruptible(call: Callable[[], int]) -> None:
         return
     errors: list[Exception] = []
     done = threading.Event()
+    begins = threading.Lock()  # taken when the call begins, or by an interrupt before that: then it never does
 
     def run() -> None:
+        if not begins.acquire(blocking=False):
+            return
         try:
             check(call())  # checked in this thread: each thread has its own last error
         except Exception as error:
             errors.append(error)
         done.set()
 
-    threading.Thread(target=run, name="streamkl").start()
+    thread = threading.Thread(target=run, name="streamkl")
     interrupt: BaseException | None = None
-    while not done.is_set():  # A second interrupt does not end the wait: the library still writes to the tensors.
+    while True:  # A second interrupt does not end the wait: the library still writes to the tensors.
         try:
+            if interrupt is None:
+                thread.start()
             done.wait()
+            break
         except BaseException as error:
+            if begins.acquire(blocking=False):
+                raise
             interrupt, _cancel.value = error, 1
     _cancel.value = 0
     if interrupt is not None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -311,6 +312,31 @@ def test_a_long_call_in_either_thread(status, result):
     other.start()
     other.join()
     assert found == [result, result]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ctrl_c_while_the_thread_of_a_long_call_starts(begun, monkeypatch):
+    """The call has begun, and its end is awaited, because it writes to tensors; or it never begins."""
+    start, events = threading.Thread.start, []
+
+    def interrupted(thread):
+        if begun:
+            start(thread)
+            while not events:
+                time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def call():
+        events.append("begun")
+        while not _library._cancel.value:
+            time.sleep(0.01)
+        events.append("ended")
+        return 0
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Thread, "start", interrupted)
+        _library.check_interruptible(call)
+    assert events == ["begun", "ended"] * begun and _library._cancel.value == 0
 
 
 def test_check_lse_under_autocast():
