@@ -1,4 +1,4 @@
-/* The pool of helper threads in a child that is forked in the middle of a job. */
+/* The pool of helper threads: a child that is forked in the middle of a job, and a call that is cancelled in one. */
 #define _DEFAULT_SOURCE /* fork, usleep */
 #include "support.h"
 
@@ -86,8 +86,42 @@ static void test_a_child_leaves_the_jobs_of_its_parent(void **state)
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
+/* The flag of a cancelled call. The linker puts __wrap_skl_pool_run() in the place of skl_pool_run(). */
+static int32_t cancel;
+
+void __real_skl_pool_run(int threads, skl_work work, void *context);
+void __wrap_skl_pool_run(int threads, skl_work work, void *context);
+
+void __wrap_skl_pool_run(int threads, skl_work work, void *context)
+{
+    __real_skl_pool_run(threads, work, context);
+    cancel = 0;
+}
+
+static void set_cancel(void *unused, int64_t done, int64_t total)
+{
+    (void)unused, (void)done, (void)total;
+    cancel = 1;
+}
+
+/* Whoever ends several calls with one flag clears it when the first of them has ended. */
+static void test_a_cleared_flag_completes_no_call(void **state)
+{
+    enum { HEADS = 4 };
+    (void)state;
+    skl_problem problem = skl_problem_default();
+    problem.heads_t = problem.heads_s = HEADS;
+    problem.len_q = problem.len_k = problem.dim_t = problem.dim_s = 1;
+    skl_options options = skl_options_default();
+    options.threads = 1, options.cancel = &cancel, options.progress = set_cancel;
+    const float ones[HEADS] = {1, 1, 1, 1};
+    float kl[HEADS];
+    assert_int_equal(skl_attention_kl(&problem, &options, ones, ones, ones, ones, kl, NULL), SKL_ERROR_CANCELLED);
+}
+
 int main(void)
 {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_a_child_leaves_the_jobs_of_its_parent)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_a_child_leaves_the_jobs_of_its_parent),
+                                       cmocka_unit_test(test_a_cleared_flag_completes_no_call)};
     return test_run("pool", tests, COUNT_OF(tests));
 }

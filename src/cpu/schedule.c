@@ -125,7 +125,8 @@ bool skl_schedule_run(skl_schedule *s, const skl_cpu_pass *pass)
     skl_ordered_sum_init(&s->task.ordered_sum);
     const int64_t threads = skl_min(s->plan->workers, s->item_count); /* never more threads than items */
     skl_pool_run((int)threads, run_tasks, s);
-    if (is_cancelled(s->plan))
+    /* A flag that is 0 again does not complete the items that workers have left. */
+    if (is_cancelled(s->plan) || atomic_load_explicit(&s->done, memory_order_relaxed) < s->item_count)
         return false;
     s->work_before += s->item_count;
     if (s->plan->progress != NULL)
