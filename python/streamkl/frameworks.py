@@ -123,9 +123,15 @@ def _masks(mask, starts, ends, positions, batch, len_q, len_k, device):
             return dict(causal=True)
         ends = torch.arange(1, len_q + 1, device=device)
     elif positions is not None:
-        starts, ends = torch.searchsorted(positions, starts), torch.searchsorted(positions, ends)
+        starts, ends = (_count_below(positions, bound) for bound in (starts, ends))
     bounds = dict(key_begin=starts, key_end=ends)
     return {name: bound.clamp(0, len_k).expand(batch, len_q) for name, bound in bounds.items() if bound is not None}
+
+
+def _count_below(positions, bound):
+    """The number of positions below each bound. searchsorted takes one type, and a framework has int32 and int64."""
+    dtype = torch.promote_types(positions.dtype, bound.dtype)
+    return torch.searchsorted(positions.to(dtype), bound.to(dtype))
 
 
 def _bounds_of(mask, batch, len_q, len_k):

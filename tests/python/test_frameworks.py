@@ -78,6 +78,7 @@ OPTIONS = {
     "bounds": dict(varlen_starts=STARTS, varlen_ends=ENDS),
     "bounds past the keys": dict(varlen_starts=STARTS - 3, varlen_ends=ENDS + 5),
     "positions": dict(varlen_starts=STARTS, varlen_ends=ENDS, key_positions=SHUFFLED),
+    "positions of another type": dict(varlen_starts=STARTS.int(), varlen_ends=ENDS.int(), key_positions=SHUFFLED),
     "valid rows": dict(query_valid_rows=torch.arange(24) < 17),
     "valid rows of all sequences": dict(query_valid_rows=(torch.arange(24) % 5 > 0)[None]),
     "valid rows of each sequence": dict(query_valid_rows=torch.arange(24) < torch.tensor([[24], [5]])),
