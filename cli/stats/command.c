@@ -177,7 +177,7 @@ static void distance_shares(const stats_results *r, const skl_problem *p, int64_
         total += shares[n];
     }
     for (int32_t n = 0; n < r->buckets; n++)
-        shares[n] /= total > 0 ? total : 1;
+        shares[n] /= total != 0 ? total : 1; /* NaN stays NaN: a part of it is no share */
 }
 
 /* ---- Keys with the largest sums ----------------------------------------------------------------------------- */
@@ -190,7 +190,7 @@ typedef struct heavy_key {
 static int by_share(const void *a, const void *b)
 {
     const heavy_key *const left = a, *const right = b;
-    if (left->share != right->share)
+    if (left->share < right->share || left->share > right->share)
         return left->share < right->share ? 1 : -1;
     if (left->batch != right->batch)
         return left->batch < right->batch ? -1 : 1;
@@ -211,7 +211,7 @@ static heavy_key *heavy_keys(const stats_results *r, const skl_problem *p, int64
         total += keys[n].share;
     }
     for (int64_t n = 0; n < *count; n++)
-        keys[n].share /= total > 0 ? total : 1;
+        keys[n].share /= total != 0 ? total : 1; /* NaN stays NaN, and all shares are equal then */
     qsort(keys, (size_t)*count, sizeof *keys, by_share);
     return keys;
 }
@@ -304,15 +304,16 @@ static void report(const stats_results *results, const skl_problem *problem, con
 
 /* ---- --out -------------------------------------------------------------------------------------------------- */
 
-/* [batch, heads, length], packed [heads, length]; `last` > 0 adds a dimension. */
+enum { ABSENT = -1 };
+
+/* [batch, heads, last], without the dimensions that are ABSENT. */
 static output_tensor tensor_of(const char *name, const float *data, int64_t batch, int64_t heads, int64_t last)
 {
     output_tensor tensor = {.name = name, .dtype = SKL_F32, .data = data};
-    if (batch > 0)
-        tensor.shape[tensor.rank++] = batch;
-    tensor.shape[tensor.rank++] = heads;
-    if (last > 0)
-        tensor.shape[tensor.rank++] = last;
+    const int64_t sizes[] = {batch, heads, last};
+    for (int n = 0; n < 3; n++)
+        if (sizes[n] != ABSENT)
+            tensor.shape[tensor.rank++] = sizes[n];
     return tensor;
 }
 
@@ -320,7 +321,7 @@ static void write_file(const stats_results *r, const skl_problem *p, const stats
 {
     if (request->out_path == NULL)
         return;
-    const int64_t batch = p->packed ? 0 : p->batch, rows = kl_row_length(p), keys = kl_key_length(p);
+    const int64_t batch = p->packed ? ABSENT : p->batch, rows = kl_row_length(p), keys = kl_key_length(p);
     const output_tensor tensors[] = {
         tensor_of("key_sum", r->key_sum, batch, r->sum_heads, keys),
         tensor_of("key_max", r->key_max, batch, r->sum_heads, keys),
@@ -328,7 +329,7 @@ static void write_file(const stats_results *r, const skl_problem *p, const stats
         tensor_of("entropy", r->entropy, batch, p->heads_s, rows),
         tensor_of("max_logit", r->max_logit, batch, p->heads_s, rows),
         tensor_of("expected_distance", r->expected_distance, batch, p->heads_s, rows),
-        tensor_of("head_max_logit", r->head_max_logit, p->batch, p->heads_s, 0),
+        tensor_of("head_max_logit", r->head_max_logit, p->batch, p->heads_s, ABSENT),
         tensor_of("distance_mass", r->distance_mass, p->batch, p->heads_s, r->buckets),
     };
     file_write_tensors(request->out_path, tensors, sizeof tensors / sizeof tensors[0], NULL, 0);

@@ -108,3 +108,28 @@ def test_text(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert "70 queries x 90 keys, 4 heads" in done.stdout and done.stdout.count("    key ") == 2
     assert "head   entropy  distance  max logit" in done.stdout and "attention by distance, all heads" in done.stdout
+
+
+def test_files_without_rows_keys_or_sequences(tmp_path):
+    """Every tensor keeps its dimensions: a size of 0 is not a missing one."""
+    path, out = tmp_path / "layer.safetensors", tmp_path / "stats.safetensors"
+    for batch, len_q, len_k in (1, 0, 90), (1, 70, 0), (0, 70, 90):
+        save(path, tensors(batch=batch, len_q=len_q, len_k=len_k))
+        answer = stats_json(path, "--out", out)
+        written = load_file(out)
+        assert written["entropy"].shape == (batch, 4, len_q) and written["key_sum"].shape == (batch, 4, len_k)
+        assert written["head_max_logit"].shape == (batch, 4) and written["distance_mass"].shape[:2] == (batch, 4)
+        assert len(answer["top_keys"]) == min(8, batch * len_k) and sum(answer["distance_share"]) == 0
+
+
+def test_shares_of_a_sum_that_is_not_finite(tmp_path):
+    """A sum over keys that is no number has no shares; the keys of the other sequence are no exception."""
+    given = tensors()
+    given["q"][0, 1, 0, 0] = np.nan
+    path = tmp_path / "layer.safetensors"
+    save(path, given)
+    answer = stats_json(path, "--causal")
+    assert [key["share"] for key in answer["top_keys"]] == ["NaN"] * 8
+    assert [(key["batch"], key["key"]) for key in answer["top_keys"]] == [(0, key) for key in range(8)]
+    assert answer["distance_share"] == ["NaN"] * 8 and answer["by_head"][1]["distance_share"] == ["NaN"] * 8
+    assert sum(answer["by_head"][0]["distance_share"]) == pytest.approx(1, rel=1e-5)
