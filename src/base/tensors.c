@@ -203,12 +203,17 @@ static need optional_if(bool condition)
     return condition ? OPTIONAL : REFUSED;
 }
 
+/* Elements of key_begin and key_end. */
+static int64_t bounded_rows(const skl_problem *p)
+{
+    return p->packed ? p->total_q : p->batch * p->len_q;
+}
+
 /* A sink on one side only would be an outcome that the other distribution does not have. */
 static void add_arrays(rule_list *rules, const skl_problem *p, const skl_call *call)
 {
     const skl_inputs *const in = &call->inputs;
     const bool reads_teacher = call->stats == NULL;
-    const int64_t bounded_rows = p->packed ? p->total_q : p->batch * p->len_q;
     const need lengths = p->packed ? REQUIRED : REFUSED, sinks = p->sinks ? REQUIRED : REFUSED;
     const char *const why_lengths = p->packed ? " when packed=1" : " unless packed=1";
     const char *const why_bounds = " unless row_bounds=1";
@@ -217,8 +222,8 @@ static void add_arrays(rule_list *rules, const skl_problem *p, const skl_call *c
     ARRAY(in->cu_seqlens_q, "cu_seqlens_q", p->batch + 1, INPUT, lengths, why_lengths);
     ARRAY(in->cu_seqlens_k, "cu_seqlens_k", p->batch + 1, INPUT, lengths, why_lengths);
     ARRAY(in->key_lengths, "key_lengths", p->batch, INPUT, optional_if(!p->packed), why_lengths);
-    ARRAY(in->key_begin, "key_begin", bounded_rows, INPUT, optional_if(p->row_bounds), why_bounds);
-    ARRAY(in->key_end, "key_end", bounded_rows, INPUT, optional_if(p->row_bounds), why_bounds);
+    ARRAY(in->key_begin, "key_begin", bounded_rows(p), INPUT, optional_if(p->row_bounds), why_bounds);
+    ARRAY(in->key_end, "key_end", bounded_rows(p), INPUT, optional_if(p->row_bounds), why_bounds);
     ARRAY(in->sink_t, "sink_t", p->heads_t, INPUT, reads_teacher ? sinks : optional_if(p->sinks), why_sinks);
     ARRAY(in->sink_s, "sink_s", p->heads_s, INPUT, sinks, why_sinks);
 }
@@ -363,7 +368,8 @@ static skl_status check_tensors(const skl_problem *p, const skl_call *call, size
     const bool has_arrays = in->struct_size != 0 || p->sinks;
     rule_list list, *const rules = &list;
     rules->count = 0;
-    if (has_arrays && p->row_bounds && in->key_begin == NULL && in->key_end == NULL)
+    const bool bounded = has_arrays && p->row_bounds && bounded_rows(p) > 0; /* empty arrays may have no address */
+    if (bounded && in->key_begin == NULL && in->key_end == NULL)
         return skl_fail(SKL_ERROR_ARGUMENT, "key_begin=NULL, key_end=NULL: row_bounds=1 needs at least one of them");
     if (has_arrays)
         add_arrays(rules, p, call);

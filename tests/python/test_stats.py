@@ -235,6 +235,14 @@ def test_errors_name_the_argument(case):
         attention_stats(*tensors(), **options)
 
 
+def test_row_bounds_of_no_rows():
+    """An empty tensor has no address."""
+    for batch, len_q in (0, 6), (2, 0):
+        q, k = tensors(batch=batch, len_q=len_q)
+        found = attention_stats(q, k, key_begin=torch.zeros(batch, len_q, dtype=torch.int32))
+        assert found.entropy.shape == (batch, 4, len_q) and not found.key_sum.any()
+
+
 def test_errors_name_q_and_k():
     q, k = tensors()
     with pytest.raises(ValueError, match=r"^q \[2, 37, 4, 8\] and k \[2, 53, 2, 7\]: head sizes 8 and 7 must be equal"):
