@@ -243,6 +243,12 @@ def test_row_bounds_of_no_rows():
         assert found.entropy.shape == (batch, 4, len_q) and not found.key_sum.any()
 
 
+def test_transforms_have_no_other_implementation():
+    q, k = tensors()
+    with pytest.raises(RuntimeError, match="streamkl.attention_stats does not support torch.func .* the batch dimension for vmap$"):
+        torch.func.vmap(lambda q, k: attention_stats(q[None], k[None]).key_sum)(q, k)
+
+
 def test_errors_name_q_and_k():
     q, k = tensors()
     with pytest.raises(ValueError, match=r"^q \[2, 37, 4, 8\] and k \[2, 53, 2, 7\]: head sizes 8 and 7 must be equal"):
