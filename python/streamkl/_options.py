@@ -537,17 +537,20 @@ def as_int32(name: str, lengths: torch.Tensor | None) -> torch.Tensor | None:
     return to_int32(name, lengths).contiguous()
 
 
+def is_readable(values: torch.Tensor) -> bool:
+    """Whether reading a value neither synchronizes with a GPU nor breaks the graph of compiled code."""
+    return values.device.type == "cpu" and type(values) is torch.Tensor and not torch.compiler.is_compiling()
+
+
 def to_int32(name: str, values: torch.Tensor) -> torch.Tensor:
     """Converts int64. Raises ValueError for a value out of range, where a plain conversion would wrap.
 
-    On a GPU and in compiled code, where reading a value would synchronize or break the graph, such a value becomes the
-    nearest int32.
+    A value that is not readable becomes the nearest int32.
     """
     if values.dtype != torch.int64:
         return values
     clamped = values.clamp(_INT32.min, _INT32.max)
-    is_readable = values.device.type == "cpu" and type(values) is torch.Tensor and not torch.compiler.is_compiling()
-    if is_readable and not torch.equal(clamped, values):
+    if is_readable(values) and not torch.equal(clamped, values):
         first = (clamped != values).nonzero()[0].tolist()
         raise ValueError(f"{name}{first}={values[tuple(first)]}: must be {_INT32.min}..{_INT32.max}, an int32")
     return clamped.to(torch.int32)

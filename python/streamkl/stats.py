@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Iterator, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Collection, Iterator, NamedTuple, Sequence
 
 import torch
 
@@ -19,7 +19,9 @@ from ._attention_kl import expand_weight
 from ._call import describe_while_tracing, execute, plan_for, specs_of
 from ._checks import INPUTS, LENGTHS
 from ._ops import Operator
-from ._options import StatsOptions, check_flags, check_tensors, is_length, is_whole, to_int32, translate, with_options
+from ._options import (
+    StatsOptions, check_flags, check_tensors, is_length, is_readable, is_whole, to_int32, translate, with_options,
+)  # fmt: skip
 from ._problem import Problem
 
 if TYPE_CHECKING:
@@ -221,7 +223,7 @@ def attention_stats(
         key_ranges: for ``range_mass`` and ``range_sum``: pairs ``(begin, end)`` of keys of the sequence, ``[ranges, 2]``, or
             ``[batch, ranges, 2]`` for one list per sequence; at most 64.
         chosen_rows: for ``weights``: numbers of queries in their sequence, ``[rows]`` or ``[batch, rows]``; negative ones
-            count from the end.
+            count from the end. The weights of a sequence without queries are 0.
         {options}
 
     Returns:
@@ -245,15 +247,19 @@ def attention_stats(
         row_weight = own["row_weight"]
         if row_weight is not None:
             row_weight = expand_weight(row_weight, q, lengths, asked, "q")
-        sequences = q.shape[0] if lengths.cu_seqlens_q is None else lengths.cu_seqlens_q.numel() - 1
+        ranges, rows, sequences = None, None, _sequences(q, lengths)
+        if sequences is not None and results & _OF_RANGES:
+            ranges = _ranges_of(key_ranges, q.device, sequences)
+        if sequences is not None and results & _OF_CHOSEN:
+            rows = _rows_of(chosen_rows, q, lengths, asked, sequences)
         made = attention_stats_op(
             q,
             k,
             own["sink"],
             lse,
             row_weight,
-            _ranges_of(key_ranges, q.device, sequences) if results & _OF_RANGES else None,
-            _rows_of(chosen_rows, q, lengths, asked, sequences) if results & _bits_of(["weights"]) else None,
+            ranges,
+            rows,
             results,
             *own["row_range"],
             own["per_key_head"],
@@ -276,12 +282,12 @@ _TENSOR_OPTIONS = ("sink", "row_weight")
 
 
 def _bits_of(want: Sequence[str]) -> int:
-    if isinstance(want, str) or not all(name in RESULTS for name in want):
+    if isinstance(want, str) or not isinstance(want, Collection) or not all(name in RESULTS for name in want):
         raise ValueError(f"want={want!r}: must be a list or tuple of names of {', '.join(RESULTS)}")
     return sum(1 << RESULTS.index(name) for name in set(want))
 
 
-_OF_RANGES = _bits_of(("range_mass", "range_sum"))
+_OF_RANGES, _OF_CHOSEN = _bits_of(("range_mass", "range_sum")), _bits_of(("weights",))
 
 
 def _check_own(own: dict[str, Any], results: int, lse: torch.Tensor | None) -> None:
@@ -298,8 +304,21 @@ def _check_own(own: dict[str, Any], results: int, lse: torch.Tensor | None) -> N
             raise ValueError(f"{name}={own[name]!r}: must be a whole number, 1 to 64")
 
 
+def _sequences(q: torch.Tensor, lengths: Any) -> int | None:
+    """The number of sequences; None: the checks of the operator report the shapes."""
+    cu_seqlens = lengths.cu_seqlens_q
+    if cu_seqlens is None:
+        return q.shape[0] if q.dim() == 4 else None
+    return cu_seqlens.numel() - 1 if cu_seqlens.dim() == 1 and cu_seqlens.numel() > 0 else None
+
+
 def _as_integers(name: str, given: Any, device: torch.device) -> torch.Tensor:
-    values = given if isinstance(given, torch.Tensor) else torch.tensor(given, device=device)
+    try:
+        values = given if isinstance(given, torch.Tensor) else torch.tensor(given, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name}={given!r}: must be a list or a tensor of whole numbers") from None
+    if values.numel() == 0 and not isinstance(given, torch.Tensor):
+        values = values.int()  # an empty list has no type
     if values.dtype not in (torch.int32, torch.int64) or values.device != device:
         raise ValueError(f"{name}: {values.dtype} on {values.device} must be torch.int32 or torch.int64 on {device}")
     return to_int32(name, values)
@@ -326,7 +345,12 @@ def _rows_of(given: Any, q: torch.Tensor, lengths: Any, asked: Any, sequences: i
     if lengths.cu_seqlens_q is not None:
         counts = lengths.cu_seqlens_q.diff().unsqueeze(-1)
     else:
-        counts = rows.new_full((1, 1), q.shape[2 if asked.heads_first else 1])
-    # A row before the first one stays negative, but is not -1, which the library takes for none.
-    counted = torch.where(rows < 0, rows + counts, rows)
-    return torch.where(counted < 0, counted - 1, counted).contiguous()
+        counts = rows.new_full((sequences, 1), q.shape[2 if asked.heads_first else 1])
+    outside = (rows < -counts) | (rows >= counts)
+    if is_readable(outside) and bool((wrong := outside & (counts > 0)).any()):
+        sequence, place = wrong.nonzero()[0].tolist()
+        count = int(counts[sequence])
+        raise ValueError(
+            f"chosen_rows[{sequence}, {place}]={int(rows[sequence, place])}: must be {-count}..{count - 1}, a row of the sequence"
+        )
+    return torch.where(outside, -1, torch.where(rows < 0, rows + counts, rows)).contiguous()  # -1: none

@@ -219,7 +219,14 @@ BAD = {
     "chosen": (dict(want=["weights"]), "chosen_rows=None: weights need it"),
     "chosen type": (dict(want=["weights"], chosen_rows=[0.5]), "chosen_rows: torch.float32 on cpu must be torch.int32 or"),
     "chosen shape": (dict(want=["weights"], chosen_rows=[[1], [2], [3]]), r"chosen_rows: shape \[3, 1\] must be \[rows\] or \[2, rows\]"),
-    "chosen row": (dict(want=["weights"], chosen_rows=[37]), r"chosen_rows\[0, 0\]=37: must be -1 \(none\) or a row"),
+    "chosen row": (dict(want=["weights"], chosen_rows=[37]), r"chosen_rows\[0, 0\]=37: must be -37..36, a row of the sequence"),
+    "row before": (dict(want=["weights"], chosen_rows=[[0, 1], [0, -40]]), r"chosen_rows\[1, 1\]=-40: must be -37..36, a row"),
+    "chosen list": (dict(want=["weights"], chosen_rows=[1, [2]]), r"chosen_rows=\[1, \[2\]\]: must be a list or a tensor of whole"),
+    "chosen wrap": (dict(want=["weights"], chosen_rows=[2**70]), r"chosen_rows=\[1180591620717411303424\]: must be a list or"),
+    "no range": (dict(want=["range_sum"], key_ranges=[]), r"key_ranges: shape \[0\] must be \[ranges, 2\] or \[2, ranges, 2\]"),
+    "range list": (dict(want=["range_sum"], key_ranges=[(0, None)]), r"key_ranges=\[\(0, None\)\]: must be a list or a tensor of whole"),
+    "want nothing": (dict(want=None), "want=None: must be a list or tuple of names"),
+    "want once": (dict(want=iter(["lse"])), "want=<list_iterator .*>: must be a list or tuple of names"),
     "lse": (dict(want=["lse"], lse=torch.zeros(2, 4, 37)), 'want: must not contain "lse" if lse is given'),
     "lse shape": (dict(lse=torch.zeros(2, 4, 36)), r"lse: shape \[2, 4, 36\] must be \[2, 4, 37\]"),
     "sink": (dict(sink=torch.zeros(3)), r"sink: shape \[3\] must be \[4\]"),
@@ -233,6 +240,28 @@ def test_errors_name_the_argument(case):
     options, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         attention_stats(*tensors(), **options)
+
+
+@pytest.mark.parametrize("array", [dict(want=["weights"], chosen_rows=[0]), dict(want=["range_sum"], key_ranges=[(0, 1)])])
+def test_errors_about_shapes_come_first(array):
+    """Arrays that depend on the number of sequences do not hide what is wrong with it."""
+    q, k = tensors()
+    for shape in (), (8,), (37, 4, 8):
+        with pytest.raises(ValueError, match=r"q: shape .* must be \[batch, length, heads, dim\]"):
+            attention_stats(torch.zeros(shape), k, **array)
+    for cu_seqlens in torch.tensor(6), torch.zeros(0, dtype=torch.int32):
+        with pytest.raises(ValueError, match=r"cu_seqlens_q: .* must be torch.int32 of shape \[sequences \+ 1\]"):
+            attention_stats(q[0], k[0], cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, **array)
+
+
+def test_rows_of_empty_sequences():
+    q, k = (each[0] for each in tensors())
+    cu_q, cu_k = torch.tensor([0, 0, 37]), torch.tensor([0, 5, 53])
+    options = dict(want=["weights"], chosen_rows=[-1, 0])
+    found = attention_stats(q, k, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options).weights
+    assert not found[0].any() and not found[1, ..., 48:].any()
+    assert torch.equal(found[1, ..., :48], attention_stats(q[None], k[None, 5:], **options).weights[0])
+    assert attention_stats(q[None], k[None], want=["weights"], chosen_rows=[]).weights.shape == (1, 4, 0, 53)
 
 
 def test_row_bounds_of_no_rows():
