@@ -290,6 +290,11 @@ def _bits_of(want: Sequence[str]) -> int:
 _OF_RANGES, _OF_CHOSEN = _bits_of(("range_mass", "range_sum")), _bits_of(("weights",))
 
 
+def check_request(want: Sequence[str], options: dict[str, Any]) -> None:
+    """Raises ValueError for names and options that no attention accepts."""
+    _check_own({**_OWN_OPTIONS, **options}, _bits_of(want), None)
+
+
 def _check_own(own: dict[str, Any], results: int, lse: torch.Tensor | None) -> None:
     if lse is not None and results & _bits_of(["lse"]):
         raise ValueError('want: must not contain "lse" if lse is given')

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from hf_architectures import classes_of, tiny_config
-from hf_models import batch, bert, gemma2, llama
+from hf_models import batch, bert, gemma2, llama, t5
 
 from examples import attention_pictures
 from examples import attention_stats as example
@@ -80,7 +80,8 @@ def test_use():
         with torch.no_grad():
             model(**inputs)
         first = stats[-1]
-        assert stats[1] is first and first.key_sum.shape == (3, 2, 17) and stats.names[0] == "model.layers.0.self_attn"
+        assert stats[1:] == [first] and stats[1] is first
+        assert first.key_sum.shape == (3, 2, 17) and stats.names[0] == "model.layers.0.self_attn"
         with torch.no_grad():
             model(**{name: value[:1] for name, value in inputs.items()})
         assert stats[1].key_sum.shape == (1, 2, 17)
@@ -89,6 +90,55 @@ def test_use():
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
         AttentionStats(model, causal=True)
+
+
+def test_bad_requests_are_refused_at_once():
+    for options, message in (
+        (dict(want="entropy"), "want='entropy': must be a list or tuple of names"),
+        (dict(top_k=65), "top_k=65: must be a whole number, 1 to 64"),
+        (dict(row_range=3), r"row_range=3: must be a pair \(begin, end\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            AttentionStats(llama(), **options)
+
+
+@pytest.mark.parametrize("make", [llama, gemma2])
+def test_forward_with_a_cache(make):
+    """The rows of the last forward, also of generate(): its own tokens, over all keys of the cache."""
+    model, tokens = make().eval(), torch.randint(3, 99, (2, 9))
+    weights = eager_attentions(model, dict(input_ids=tokens))
+    with AttentionStats(model, want=WANT, top_k=4) as stats, torch.no_grad():
+        cache = None
+        for begin, end in (0, 4), (4, 5), (5, 9):
+            cache = model(input_ids=tokens[:, begin:end], past_key_values=cache, use_cache=True).past_key_values
+            for found, p in zip(stats[:], weights, strict=True):
+                check_new_rows(found, p[:, :, begin:end, :end])
+        made = model.generate(tokens, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert made.shape == (2, 12)
+        weights = eager_attentions(model, dict(input_ids=made[:, :-1]))
+        for found, p in zip(stats, weights, strict=True):
+            check_new_rows(found, p[:, :, -1:])
+
+
+def check_new_rows(found, p):
+    """A cache of a sliding window has only the last keys."""
+    p = p[..., -found.key_sum.shape[-1] :]
+    check_layer(found, p, torch.ones(p.shape[0], p.shape[2], dtype=torch.bool))
+
+
+def test_messages_are_about_one_model():
+    """It has no layer_map and no loss."""
+    model = t5().eval()
+    with AttentionStats(model) as stats, torch.no_grad():
+        model(input_ids=torch.randint(3, 99, (1, 5)), decoder_input_ids=torch.randint(3, 99, (1, 4)))
+        with pytest.raises(ValueError, match="position_bias.*; skip the layer, or use a model without it$"):
+            stats[0]
+    model = llama()
+    with AttentionStats(model) as stats, torch.no_grad():
+        model.set_attn_implementation("eager")
+        model(**batch("none"))
+        with pytest.raises(RuntimeError, match="set_attn_implementation.. inside the with block ends the capture"):
+            len(stats)
 
 
 def test_example():

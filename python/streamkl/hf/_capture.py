@@ -100,7 +100,7 @@ class Step:
 
     @property
     def is_generation(self) -> bool:
-        """A forward of generate(), which nothing is learnt from."""
+        """A forward of generate(), which a distiller does not learn from."""
         given = (self.kwargs.get(name) for name in ("past_key_values", "cache_position"))  # the latter in 5.0
         return self.in_generate or (not self.has_graph and any(each is not None for each in given))
 
@@ -424,7 +424,9 @@ class Capture:
             self.model.eval()
 
     def take(self, step: Step) -> None:
-        if step.is_generation or not self.takes() or (self.keep_graph and self.has_run and self.step.has_graph and not step.has_graph):
+        if step.is_generation and self.role != "model":
+            return
+        if not self.takes() or (self.keep_graph and self.has_run and self.step.has_graph and not step.has_graph):
             return
         if self.has_run and self.step.has_graph and self.role == "student" and not torch.compiler.is_compiling():
             warnings.warn(

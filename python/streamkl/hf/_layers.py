@@ -28,6 +28,7 @@ REFUSALS = {
     "cache": "reads a paged cache: run the model without one (use_cache=False)",
 }
 WAY_OUT = "leave the layer out of layer_map, or use a model without it"
+WAY_OUT_OF_ONE = "skip the layer, or use a model without it"  # of a model that is not compared
 
 
 @dataclass
@@ -96,7 +97,8 @@ def as_layers(
                 prove(call, keys, counted)
                 proven(call)
         except Refused as why:
-            refusal, counted = f"{role}: layer {number} ({name}) {why}; {WAY_OUT}", None
+            way_out = WAY_OUT_OF_ONE if role == "model" else WAY_OUT
+            refusal, counted = f"{role}: layer {number} ({name}) {why}; {way_out}", None
         kind = _kind(call, keys, encoder)
         if kind == "cross":
             of_decoder = [layer.counted for layer in layers if layer.kind == "self"]

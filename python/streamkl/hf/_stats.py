@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 
-from ..stats import Statistics, attention_stats
+from ..stats import Statistics, attention_stats, check_request
 from ._capture import Capture
 from ._layers import Layer
 from ._pairs import Pair, RowCache
@@ -21,8 +21,9 @@ class AttentionStats:
     implementation: sdpa and flash attention return no weights, and need not.
 
     A sequence of :class:`streamkl.Statistics`, one per layer. A layer is computed when it is read, from the queries and keys
-    of the forward, which are kept until the next forward or the end of the block. A layer whose attention is not modeled
-    raises a ``ValueError`` that says why.
+    of the forward, which are kept until the next forward or the end of the block. A forward with a KV cache has the rows of its
+    own tokens, and ``generate()`` ends with the forward of its last token. A layer whose attention is not modeled raises a
+    ``ValueError`` that says why.
 
     Keys and rows are tokens of the batch: ``[batch, heads, length]``, 0 for padding. Results of heads are ``[sequences, heads,
     ...]``: one sequence per row of the batch, one per packed sequence, or one per chunk of chunked attention; a row of the
@@ -45,6 +46,7 @@ class AttentionStats:
     def __init__(self, model: Any, want: Sequence[str] = ("key_sum", "entropy"), **options: Any) -> None:
         for name in sorted(options.keys() - _OPTIONS):
             raise TypeError(f"AttentionStats() got an unexpected keyword argument {name!r}")
+        check_request(want, options)
         self._capture, self._want, self._options = Capture(model, "model", needs_values=True), tuple(want), options
         self._found: dict[int, Statistics] = {}
         self._of: list[Layer] | None = None
@@ -63,9 +65,17 @@ class AttentionStats:
     def __iter__(self) -> Iterator[Statistics]:
         return (self[index] for index in range(len(self)))
 
-    def __getitem__(self, index: int) -> Statistics:
+    @overload
+    def __getitem__(self, index: int) -> Statistics: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Statistics]: ...
+
+    def __getitem__(self, index):
         layers = self._layers()
         index = range(len(layers))[index]
+        if isinstance(index, range):
+            return [self[each] for each in index]
         if index not in self._found:
             self._found[index] = stats_of_layer(layers[index], f"layer {index}", self._want, **self._options)
         return self._found[index]
@@ -80,6 +90,10 @@ class AttentionStats:
             raise RuntimeError("streamkl.hf.AttentionStats: run the model inside the with block first, and read there")
         if self._of is not self._capture.layers:
             self._of, self._found = self._capture.layers, {}
+        if not self._of and self._capture.is_undone():
+            raise RuntimeError(
+                "streamkl.hf.AttentionStats: set_attn_implementation() inside the with block ends the capture: call it before"
+            )
         return self._of
 
 
