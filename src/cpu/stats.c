@@ -49,6 +49,14 @@ void skl_cpu_fill_rows(const skl_output *to, int64_t heads, int64_t row_begin, i
                 ((float *)to->data)[SKL_ROW(*to, 0, h, i) + n] = value;
 }
 
+static void fill_keys(const skl_output *to, int64_t heads, int64_t row_begin, int64_t row_end, int64_t dim)
+{
+    for (int64_t h = 0; to->data != NULL && h < heads; h++)
+        for (int64_t i = row_begin; i < row_end; i++)
+            for (int64_t n = 0; n < dim; n++)
+                ((int32_t *)to->data)[SKL_ROW(*to, 0, h, i) + n] = -1;
+}
+
 void skl_cpu_stats_clear(const skl_problem *p, const skl_call *call)
 {
     const skl_stats *const stats = call->stats;
@@ -63,7 +71,7 @@ void skl_cpu_stats_clear(const skl_problem *p, const skl_call *call)
     skl_cpu_fill_rows(&stats->expected_distance, heads, begin, end, 1, 0.0F);
     skl_cpu_fill_rows(&stats->range_mass, heads, begin, end, stats->range_count, 0.0F);
     skl_cpu_fill_rows(&stats->top_p, heads, begin, end, stats->top_k, 0.0F);
-    skl_cpu_fill_rows(&stats->top_keys, heads, begin, end, stats->top_k, skl_float_of_bits(~0U)); /* -1 as an int32 */
+    fill_keys(&stats->top_keys, heads, begin, end, stats->top_k);
     const int64_t sum_heads = stats->per_key_head ? p->key_heads_s : heads;
     skl_cpu_fill_rows(&stats->key_sum, sum_heads, call->inputs.cu_seqlens_k[p->batch], p->total_k, 1, 0.0F);
     skl_cpu_fill_rows(&stats->key_max, sum_heads, call->inputs.cu_seqlens_k[p->batch], p->total_k, 1, 0.0F);
