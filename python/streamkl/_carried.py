@@ -415,6 +415,7 @@ def check_call(q_t, k_t, q, k, v, lse_t, lengths, options) -> lib.Plan:
 
 def _weights(q, kl_weight, row_weight, lengths, options) -> tuple[float | torch.Tensor, torch.Tensor | None]:
     """The weights of a term; tensors are f32."""
+    weight: float | torch.Tensor
     if isinstance(kl_weight, torch.Tensor):
         if kl_weight.numel() != 1 or kl_weight.requires_grad or kl_weight.is_complex():
             shown = (
