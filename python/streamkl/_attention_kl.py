@@ -14,17 +14,9 @@ from ._checks import sizes
 from ._distributed import may_be_distributed
 from ._mean import attends_everywhere, divided, total_weight, weighted
 from ._ops import BOTH_LSES, Forward, OnePass, Operators
-from ._options import (
-    AttentionOptions,
-    Parallel,
-    Reduction,
-    check_flags,
-    check_tensors,
-    defaults_of,
-    translate,
-    with_options,
-)
+from ._options import AttentionOptions, Parallel, Reduction, check_flags, defaults_of, translate, with_options
 from ._problem import DK_S, DK_T, DQ_S, DQ_T, DSINK_S, DSINK_T, KL_FORWARD
+from ._tensors import check_tensors
 
 if TYPE_CHECKING:
     from .parallel import Groups

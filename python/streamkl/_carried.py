@@ -15,12 +15,10 @@ from ._attention_kl import expand_weight, promote_under_autocast
 from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight, weighted
 from ._ops import BOTH_LSES, Operators, supports
-from ._options import (
-    AttentionOptions, CarriedOptions, Lengths, check_flags, check_gradient, check_number, check_tensors, translate,
-    with_options,
-)  # fmt: skip
+from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_number, translate, with_options
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
+from ._tensors import check_gradient, check_tensors
 
 GRADIENTS = DQ_S | DK_S | DV_S
 

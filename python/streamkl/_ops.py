@@ -26,8 +26,9 @@ from ._call import (
 )  # fmt: skip
 from ._checks import INPUTS, TENSORS
 from ._mean import divided, nonzero, total_weight, weighted
-from ._options import Lengths, are_transforms_active, check_gradient
+from ._options import Lengths
 from ._problem import ATTENTION, INDEXER, OPTIONS_SCHEMA, Options
+from ._tensors import are_transforms_active, check_gradient
 
 TENSOR_COUNT, LENGTH_COUNT, OPTION_COUNT = len(TENSORS), len(Lengths._fields), len(Options._fields)
 _TENSORS = ", ".join(f"Tensor{'' if place < 4 else '?'} {name}" for place, name in enumerate(TENSORS))

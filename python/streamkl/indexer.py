@@ -18,13 +18,13 @@ from ._options import (
     Reduction,
     check_choice,
     check_flags,
-    check_tensors,
     to_int32,
     translate,
     with_options,
 )
 from ._problem import DK_S, DQ_S, DW_S, KL_FORWARD
 from ._attention_kl import expand_weight, promote_under_autocast
+from ._tensors import check_tensors
 
 if TYPE_CHECKING:
     from .parallel import Groups

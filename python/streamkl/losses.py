@@ -21,11 +21,10 @@ from ._options import (
     Reduction,
     as_int32,
     check_choice,
-    check_dense,
-    check_tensors,
     defaults_of,
     is_whole,
 )
+from ._tensors import check_dense, check_tensors
 from .indexer import indexer_kl
 
 if TYPE_CHECKING:

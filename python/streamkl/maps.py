@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Iterator, NamedTuple
 import torch
 
 from ._checks import sizes
-from ._options import Lengths, MapOptions, check_flags, check_tensors, is_whole, translate, with_options
+from ._options import Lengths, MapOptions, check_flags, is_whole, translate, with_options
 from ._problem import KL_REVERSE
 from ._states import partial
 from ._attention_kl import attention_kl, promote_under_autocast
+from ._tensors import check_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -19,10 +19,9 @@ from ._attention_kl import expand_weight
 from ._call import describe_while_tracing, execute, plan_for, specs_of
 from ._checks import INPUTS, LENGTHS
 from ._ops import Operator
-from ._options import (
-    StatsOptions, check_flags, check_tensors, is_length, is_readable, is_whole, to_int32, translate, with_options,
-)  # fmt: skip
+from ._options import StatsOptions, check_flags, is_length, is_readable, is_whole, to_int32, translate, with_options
 from ._problem import Problem
+from ._tensors import check_tensors
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
