@@ -120,9 +120,10 @@ static void clear_query_tail(const skl_problem *p, const skl_call *call)
     skl_cpu_fill_rows(&rows->cross_entropy, p->heads_s, used, end, 1, 0.0F);
     skl_cpu_fill_rows(&rows->entropy, p->heads_s, used, end, 1, 0.0F);
     skl_cpu_fill_rows(&rows->mass, p->heads_s, used, end, 1, 0.0F);
+    const skl_sequence tail = {.query_begin = used, .query_count = end - used};
     for (int64_t h = 0; call->states != NULL && h < p->heads_s; h++)
-        for (int64_t i = used; i < end; i++)
-            call->states[h * end + i] = skl_state_empty();
+        for (int64_t i = 0; i < tail.query_count; i++)
+            call->states[skl_state_index(p, &tail, h, i)] = skl_state_empty();
     const skl_gradients *const grads = &call->gradients;
     clear_gradient(&grads->dq_t, skl_grad_dtype(p, p->dtype_t), 1, p->heads_t, used, end, p->dim_t);
     clear_gradient(&grads->dq_s, skl_grad_dtype(p, p->dtype_s), 1, skl_query_heads_s(p), used, end, p->dim_s);
