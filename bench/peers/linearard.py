@@ -29,8 +29,11 @@ def load(checkout):
 
 
 def version(checkout):
-    asked = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return f"LinearARD {asked.stdout.strip() or 'of unknown commit'}"
+    """The commit of a clone; of an archive the name of its folder, which GitHub ends with the commit."""
+    if (checkout / ".git").exists():
+        asked = subprocess.run(["git", "-C", checkout, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+        return f"LinearARD {asked.stdout.strip()}"
+    return checkout.resolve().name.replace("-", " ", 1)
 
 
 def linearard(checkout):

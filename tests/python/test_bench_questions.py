@@ -101,7 +101,9 @@ def test_linearard_is_imported_from_its_checkout_and_compared_by_its_sum(tmp_pat
     tensors = random_tensors(shape, CPU)
     exact = Exact(shape, tensors, all_rows=True)
     for scale, is_right in (1, True), (2, False):
-        method = linearard(make_checkout(tmp_path / str(scale), scale))(tensors, shape, exact.weight)
+        checkout = make_checkout(tmp_path / f"LinearARD-{scale}", scale)
+        method = linearard(checkout)(tensors, shape, exact.weight)
+        assert method.kernel == f"LinearARD {scale}", "the commit, from the name of an archive's folder"
         errors = exact.errors(method.step())
         assert errors.keys() == {"kl", "dq_s", "dk_s"}
         assert all((error <= PEER_WRONG) is is_right for error in errors.values())
