@@ -49,7 +49,7 @@ extern "C" {
 #endif
 
 #define SKL_VERSION_MAJOR 0
-#define SKL_VERSION_MINOR 1
+#define SKL_VERSION_MINOR 2
 #define SKL_VERSION_PATCH 0
 
 /* ---- Status ------------------------------------------------------------------------------------------------ */
@@ -619,7 +619,7 @@ SKL_API skl_status skl_states_finish(const skl_plan *plan, const skl_inputs *inp
 
 /* ---- Version and kernels ----------------------------------------------------------------------------------- */
 
-SKL_API const char *skl_version(void);      /* "0.1.0" */
+SKL_API const char *skl_version(void);      /* "MAJOR.MINOR.PATCH" */
 SKL_API const char *skl_build_info(void);   /* compiler, target and backends on one line */
 SKL_API const char *skl_cpu_features(void); /* instruction sets found on this CPU, separated by spaces */
 
