@@ -100,9 +100,29 @@ typedef struct map_work {
     skl_row_state *states;        /* [columns, heads, block_rows], on the host */
     skl_row_state *device_states; /* on the device; on the CPU equal to `states` */
     float *device_lse_t;          /* [heads_t, block_rows]; NULL if not needed */
-    void *workspace;
+    void *workspace; /* for the blocks so far */
     size_t workspace_size;
 } map_work;
+
+static void *allocate_on_device(const map_work *work, size_t size, const char *what)
+{
+    void *memory;
+    cli_check(device_allocate(work->options.device, size, what, &memory));
+    return memory;
+}
+
+/* A GPU splits the keys of a block with few queries, which may need more workspace than a larger block. */
+static void reserve_workspace(map_work *work, const skl_plan *plan)
+{
+    const size_t partial = skl_plan_workspace_size(plan, SKL_OP_PARTIAL);
+    const size_t forward = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
+    const size_t size = partial > forward ? partial : forward;
+    if (size <= work->workspace_size)
+        return;
+    device_free(work->options.device, work->workspace);
+    work->workspace = allocate_on_device(work, size, "the workspace");
+    work->workspace_size = size;
+}
 
 /* Teacher groups need the LSE of each teacher head first. */
 static void teacher_lse(const map_work *work, const skl_plan *plan, const skl_problem *problem, skl_inputs *inputs)
@@ -185,7 +205,7 @@ static void add_block(const map_work *work, const sequence_view *view, int64_t f
     }
 }
 
-static void map_block(const map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
+static void map_block(map_work *work, const sequence_view *view, int64_t first_query, int64_t rows)
 {
     const int64_t columns = work->map->columns, stride = work->map->heads * rows;
     skl_problem problem = view->problem;
@@ -194,6 +214,7 @@ static void map_block(const map_work *work, const sequence_view *view, int64_t f
     skl_inputs inputs = view->inputs;
     advance_inputs(&inputs, &problem, (view_begin){.query = first_query});
     skl_plan *const plan = plan_create(&problem, &work->options);
+    reserve_workspace(work, plan);
     teacher_lse(work, plan, &problem, &inputs);
     for (int64_t column = 0; column < columns; column++)
         cli_check(skl_partial(plan, &inputs, bucket_begin(column, columns, problem.len_k),
@@ -213,33 +234,13 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static void *allocate_on_device(const map_work *work, size_t size, const char *what)
-{
-    void *memory;
-    cli_check(device_allocate(work->options.device, size, what, &memory));
-    return memory;
-}
-
-/* The largest block needs the largest workspace. Its plan also shows whether the device is available. */
 static void allocate_work(map_work *work, const skl_problem *problem)
 {
     const size_t state_count = (size_t)(work->map->columns * problem->heads_s * work->block_rows);
-    skl_problem block = *problem;
-    block.len_q = work->block_rows;
-    block.batch = 1;
-    block.packed = 0;
-    block.total_q = block.total_k = 0;
-    block.gradients = 0;
-    block.positions = SKL_POSITIONS_OFFSET;
-    skl_plan *const plan = plan_create(&block, &work->options);
-    const size_t partial = skl_plan_workspace_size(plan, SKL_OP_PARTIAL);
-    const size_t forward = skl_plan_workspace_size(plan, SKL_OP_FORWARD);
-    skl_plan_destroy(plan);
+    skl_plan_destroy(plan_create(problem, &work->options)); /* fails if the device is not available */
     cli_check(device_open(work->options.device, work->options.device_index));
     work->valid_rows = cli_allocate_zeros((size_t)work->map->rows, sizeof *work->valid_rows, "the map");
     work->states = cli_allocate_zeros(state_count, sizeof *work->states, "the states");
-    work->workspace_size = partial > forward ? partial : forward;
-    work->workspace = allocate_on_device(work, work->workspace_size, "the workspace");
     work->device_states = work->options.device == SKL_CPU
                               ? work->states
                               : allocate_on_device(work, state_count * sizeof *work->states, "the states");
@@ -258,7 +259,7 @@ static void free_work(map_work *work)
     free(work->valid_rows);
 }
 
-static void map_sequences(const map_work *work, const skl_problem *problem, const skl_inputs *on_device,
+static void map_sequences(map_work *work, const skl_problem *problem, const skl_inputs *on_device,
                           const skl_inputs *host, const skl_options *watched)
 {
     int64_t done = 0;
