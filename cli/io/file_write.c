@@ -31,10 +31,14 @@ typedef struct new_file {
     char names[];
 } new_file;
 
+enum { INTERRUPTS = 3 };
+static const int interrupts[INTERRUPTS] = {SIGINT, SIGTERM, SIGHUP};
+static volatile sig_atomic_t interrupted[INTERRUPTS];
+
 static struct {
     new_file *first, *last;
     bool prepared;
-    sigset_t signals_before;
+    struct sigaction before[INTERRUPTS];
 } outputs;
 
 /* ---- Names -------------------------------------------------------------------------------------------------- */
@@ -229,19 +233,33 @@ static bool create_temporary(new_file *file)
     return false;
 }
 
-/* Blocks interrupts until the commit: otherwise a temporary file could remain. */
+static void remember(int number)
+{
+    for (int n = 0; n < INTERRUPTS; n++)
+        if (interrupts[n] == number)
+            interrupted[n] = 1;
+}
+
+/* Holds interrupts back until the commit: otherwise a temporary file could remain. Blocked ones would reach the threads
+ * of the library. */
 static void prepare(void)
 {
     if (outputs.prepared)
         return;
     outputs.prepared = true;
     atexit(file_write_abandon);
-    sigset_t interrupts;
-    sigemptyset(&interrupts);
-    sigaddset(&interrupts, SIGINT);
-    sigaddset(&interrupts, SIGTERM);
-    sigaddset(&interrupts, SIGHUP);
-    sigprocmask(SIG_BLOCK, &interrupts, &outputs.signals_before);
+    const struct sigaction action = {.sa_handler = remember, .sa_flags = SA_RESTART};
+    for (int n = 0; n < INTERRUPTS; n++)
+        sigaction(interrupts[n], &action, &outputs.before[n]);
+}
+
+static void deliver_interrupts(void)
+{
+    for (int n = 0; n < INTERRUPTS; n++)
+        sigaction(interrupts[n], &outputs.before[n], NULL);
+    for (int n = 0; n < INTERRUPTS; n++)
+        if (interrupted[n])
+            raise(interrupts[n]);
 }
 
 /* rename() would replace a device or a link by a file: as root, even /dev/null. */
@@ -400,7 +418,7 @@ void file_write_commit(void)
             roll_back(file);
     }
     file_write_abandon();
-    sigprocmask(SIG_SETMASK, &outputs.signals_before, NULL);
+    deliver_interrupts();
 }
 
 void file_write_abandon(void)

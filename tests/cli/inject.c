@@ -3,8 +3,8 @@
  *     STREAMKL_INJECT="CALL NUMBER ACTION"    CALL is a name below, "allocate", or "any" that changes files
  *     STREAMKL_INJECT_MARK=FILE               is created when the call with that number, counted from 1, comes
  *
- * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call); for write "short" (all
- * calls take one byte at most); for mmap "truncate" (the file is cut in half after it is mapped) "rewrite" (its last
+ * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call) or "interrupt" (SIGINT, to
+ * any thread); for write "short" (all calls take one byte at most); for mmap "truncate" (the file is cut in half after it is mapped) "rewrite" (its last
  * byte changes) or "rewrite_hidden" (and the modification time is restored). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -85,6 +85,8 @@ static bool is_chosen(const char *call, bool changes_files)
         syscall(SYS_close, (int)syscall(SYS_openat, AT_FDCWD, mark, O_CREAT | O_WRONLY, 0666));
     if (action_is("kill"))
         raise(SIGKILL);
+    if (action_is("interrupt"))
+        kill(getpid(), SIGINT);
     return true;
 }
 
