@@ -1,6 +1,7 @@
 /* Row vectors, the reduction, the gradients of the reduced loss, and the files of --out and --grad. */
 #include "cli/common/cli.h"
 #include "cli/kl/kl.h"
+#include "cli/term/term.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -118,8 +119,8 @@ static void forward(kl_results *results, const kl_inputs *inputs)
 static void reduce(kl_results *results, const skl_problem *problem)
 {
     for (int64_t i = 0; i < kl_row_count(problem, problem->heads_s); i++) {
-        if (isinf(results->lse_s[i]) && results->lse_s[i] < 0)
-            continue; /* attends to no key */
+        if (!row_attends(results->lse_s[i], results->kl[i]))
+            continue;
         results->valid_rows++;
         results->nonfinite_rows += !isfinite(results->kl[i]);
         results->sum += (double)results->kl[i];

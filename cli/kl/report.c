@@ -170,7 +170,7 @@ static head_summary summarize_head(const kl_results *results, const skl_problem 
     for (int64_t b = 0; b < kl_row_batches(problem); b++) {
         const int64_t first = (b * problem->heads_s + head) * length;
         for (int64_t i = 0; i < length; i++) {
-            if (isinf(results->lse_s[first + i]))
+            if (!row_attends(results->lse_s[first + i], results->kl[first + i]))
                 continue;
             const double kl = (double)results->kl[first + i];
             summary.sum += kl;

@@ -119,7 +119,7 @@ static double mean_between(const float *kl, const float *lse_s, int64_t sequence
     for (int64_t sequence = 0; sequence < sequence_count; sequence++) {
         for (int64_t i = begin; i < end; i++) {
             const int64_t row = sequence * length + i;
-            if (isinf(lse_s[row]))
+            if (!row_attends(lse_s[row], kl[row]))
                 continue;
             sum += (double)kl[row];
             rows++;

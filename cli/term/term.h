@@ -2,6 +2,7 @@
 #ifndef STREAMKL_CLI_TERM_TERM_H
 #define STREAMKL_CLI_TERM_TERM_H
 
+#include <math.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -24,6 +25,12 @@ void term_progress_end(void);                                         /* clears 
 
 /* A column chart of values >= 0 with a height of `height` lines and its scale on the left. NaN leaves a gap. */
 void term_chart(FILE *stream, const double *values, int count, int height);
+
+/* A row without keys has an LSE of -infinity, as has one whose logits are all -infinity, and a KL of 0, not NaN. */
+static inline bool row_attends(float lse_s, float kl)
+{
+    return lse_s != -INFINITY || kl != 0.0F;
+}
 
 /* The mean KL by position, of rows [sequence_count, length] that attend to any key. */
 void term_position_chart(FILE *stream, const float *kl, const float *lse_s, int64_t sequence_count, int64_t length);

@@ -3,9 +3,10 @@
  *     STREAMKL_INJECT="CALL NUMBER ACTION"    CALL is a name below, "allocate", or "any" that changes files
  *     STREAMKL_INJECT_MARK=FILE               is created when the call with that number, counted from 1, comes
  *
- * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call) or "interrupt" (SIGINT, to
- * any thread); for write "short" (all calls take one byte at most); for mmap "truncate" (the file is cut in half after it is mapped) "rewrite" (its last
- * byte changes) or "rewrite_hidden" (and the modification time is restored). */
+ * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call) or "interrupt" (SIGINT,
+ * to any thread); for write "short" (all calls take one byte at most); for mmap "truncate" (the file is cut in half
+ * after it is mapped) "rewrite" (its last byte changes) or "rewrite_hidden" (and the modification time is restored).
+ */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -221,6 +221,15 @@ def test_nan_in_a_query_is_a_string_in_valid_json(tmp_path):
     assert sum(isinstance(value, str) for heads in rows for row in heads for value in row) == 1
 
 
+def test_a_row_of_infinite_logits_is_not_one_without_keys(tmp_path):
+    """Both have an LSE of -infinity."""
+    tensors = make_tensors(seed=13, len_q=4, len_k=4)
+    tensors["q_s"][0, 0, 2] = 1e30
+    tensors["k_s"][0, 0] = -1e30
+    answer = kl_json(save(tmp_path / "in.safetensors", tensors))
+    assert answer["kl"] == "NaN" and answer["nonfinite_rows"] >= 1 and answer["masked_rows"] == 0
+
+
 def test_infinite_kl_is_a_string_in_valid_json(pair):
     """The sink of the teacher is an outcome that the student does not have."""
     answer = kl_json(pair, "--sink-t=0,0", "--sink-s=-inf,-inf", "--reduction", "sum")
