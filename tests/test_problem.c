@@ -189,6 +189,7 @@ static const problem_rule problem_rules[] = {
     {"batch=32768 x heads_t=4 x len_q=1099511627776: too many rows", {SET(batch, 32768), SET(len_q, LENGTH_MAX)}},
     {"batch=0 x heads_t=2147483644 x len_q=1099511627776: too many rows",
      {SET(batch, 0), SET(heads_t, INT32_MAX - 3), SET(len_q, LENGTH_MAX)}},
+    {"batch=32768 x heads_t=4 x len_k=1099511627776: too many rows", {SET(batch, 32768), SET(len_k, LENGTH_MAX)}},
     {"x heads_t=2147483644 x total_q=2147483647: too many rows",
      {SET(heads_t, INT32_MAX - 3), SET(packed, 1), SET(total_q, INT32_MAX), SET(total_k, INT32_MAX)}},
 };
@@ -287,7 +288,8 @@ static void test_rules_of_options(void **state)
     }
     skl_options unknown = skl_options_default();
     unknown.kernel = "no_such_kernel";
-    assert_refused(create(&unknown), SKL_ERROR_ARGUMENT, "kernel=no_such_kernel: no CPU kernel has this name");
+    assert_refused(create(&unknown), SKL_ERROR_ARGUMENT,
+                   "options.kernel=no_such_kernel: no CPU kernel has this name");
 }
 
 /* A kernel of this build that this machine cannot run is refused by name, or because there is no GPU. */
@@ -341,7 +343,7 @@ static void test_environment_sets_threads_and_kernel(void **state)
     setenv("STREAMKL_KERNEL", "", 1);
     assert_ok(create(NULL));
     setenv("STREAMKL_KERNEL", "nonsense", 1);
-    assert_refused(create(NULL), SKL_ERROR_ARGUMENT, "kernel=nonsense: ");
+    assert_refused(create(NULL), SKL_ERROR_ARGUMENT, "STREAMKL_KERNEL=nonsense: ");
     unsetenv("STREAMKL_KERNEL");
     unsetenv("STREAMKL_THREADS");
 }

@@ -157,15 +157,14 @@ static skl_status check_at_most(const char *name, int64_t value, const char *of_
 }
 
 /* All rows of a tensor can be counted in 64 bits, also those of one sequence in an empty batch. */
-static skl_status check_row_count(const skl_problem *p)
+static skl_status check_row_count(const skl_problem *p, const char *name, int64_t length)
 {
     const int64_t sequences = p->packed || p->batch == 0 ? 1 : p->batch;
-    const int64_t length = p->packed ? p->total_q : p->len_q;
     int64_t rows = 0;
     if (__builtin_mul_overflow(sequences * p->heads_t, length, &rows) || rows > INT64_MAX / 64)
         return skl_fail(SKL_ERROR_ARGUMENT,
                         "batch=%" PRId64 " x heads_t=%" PRId64 " x %s=%" PRId64 ": too many rows for 64-bit sizes",
-                        p->batch, p->heads_t, p->packed ? "total_q" : "len_q", length);
+                        p->batch, p->heads_t, name, length);
     return SKL_OK;
 }
 
@@ -247,7 +246,8 @@ skl_status skl_problem_check(skl_problem *problem, const skl_problem *given)
         SKL_TRY(check_at_most("len_q", p.len_q, "total_q", p.total_q));
         SKL_TRY(check_at_most("len_k", p.len_k, "total_k", p.total_k));
     }
-    SKL_TRY(check_row_count(&p));
+    SKL_TRY(check_row_count(&p, p.packed ? "total_q" : "len_q", p.packed ? p.total_q : p.len_q));
+    SKL_TRY(check_row_count(&p, p.packed ? "total_k" : "len_k", p.packed ? p.total_k : p.len_k));
     SKL_TRY(check_sinks_of_groups(&p));
     fill_defaults(&p);
     SKL_TRY(check_multiple("heads_t", p.heads_t, "heads_s", p.heads_s));

@@ -64,7 +64,7 @@ static size_t workspace_size(const skl_plan *plan, skl_op op)
 static skl_status plan_cpu(skl_plan *plan, const skl_options *options, const char *forced)
 {
     const skl_cpu_kernel *kernel = NULL;
-    SKL_TRY(skl_cpu_select_kernel(&kernel, &plan->problem, forced));
+    SKL_TRY(skl_cpu_select_kernel(&kernel, plan, forced));
     SKL_TRY(skl_cpu_select_threads(&plan->threads, options->threads));
     const skl_problem *const p = &plan->problem;
     const skl_cpu_work *const work = !skl_is_indexer(p) ? &kernel->works->attention

@@ -40,19 +40,20 @@ static bool is_choice(const skl_cpu_kernel *kernel, const skl_problem *p)
     return kernel->usable() && (!kernel->on_matrix || has_matrix_products(p));
 }
 
-skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const skl_problem *p, const char *forced)
+skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const skl_plan *plan, const char *forced)
 {
     for (int i = 0; i < KERNEL_COUNT; i++) {
         const bool wanted = forced == NULL || strcmp(forced, kernels[i]->name) == 0;
-        if (!wanted || (forced == NULL && !is_choice(kernels[i], p)))
+        if (!wanted || (forced == NULL && !is_choice(kernels[i], &plan->problem)))
             continue;
         if (!kernels[i]->usable())
-            return skl_fail(SKL_ERROR_UNSUPPORTED, "kernel=%s: this CPU lacks the instruction set (it has %s)",
-                            forced, skl_cpu_features());
+            return skl_fail(SKL_ERROR_UNSUPPORTED, "%s=%s: this CPU lacks the instruction set (it has %s)",
+                            plan->forced_by, forced, skl_cpu_features());
         *chosen = kernels[i];
         return SKL_OK;
     }
-    return skl_fail(SKL_ERROR_ARGUMENT, "kernel=%s: no CPU kernel has this name; streamkl info lists them", forced);
+    return skl_fail(SKL_ERROR_ARGUMENT, "%s=%s: no CPU kernel has this name; streamkl info lists them",
+                    plan->forced_by, forced);
 }
 
 skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested)

@@ -17,7 +17,7 @@ typedef struct skl_cpu_passes {
 const skl_cpu_kernel *skl_cpu_kernel_number(int32_t index);
 
 /* `forced` is a name or NULL. */
-skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const skl_problem *problem, const char *forced);
+skl_status skl_cpu_select_kernel(const skl_cpu_kernel **chosen, const skl_plan *plan, const char *forced);
 
 /* `requested` threads, else STREAMKL_THREADS, else one per core. */
 skl_status skl_cpu_select_threads(int32_t *threads, int32_t requested);

@@ -153,8 +153,8 @@ skl_status skl_cuda_plan_create(skl_plan *plan, const skl_options *options, cons
     target.kernel = skl_cuda_find_kernel(p, capability, skl_cuda_work_of(p), forced);
     if (target.kernel == NULL && forced != NULL)
         return skl_fail(SKL_ERROR_ARGUMENT,
-                        "kernel=%s: no CUDA kernel of this name does this problem here; streamkl info lists them",
-                        forced);
+                        "%s=%s: no CUDA kernel of this name does this problem here; streamkl info lists them",
+                        plan->forced_by, forced);
     if (target.kernel == NULL)
         return skl_fail(SKL_ERROR_UNSUPPORTED,
                         "device %d has compute capability %d.%d: the kernels of this build need %d.%d",
