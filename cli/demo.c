@@ -99,7 +99,7 @@ static double worst_difference(const kl_inputs *of, const float *kl, int64_t che
         for (int64_t i = 0; i < checked; i++) {
             const double streamed = (double)kl[head * problem->len_q + first + i];
             const double difference = fabs(streamed - exact.kl[head * checked + i]);
-            if (difference > worst) /* not fmax: GCC 12 for 64-bit Arm fails on that reduction */
+            if (!isnan(worst) && !(difference <= worst)) /* not fmax: GCC 12 for 64-bit Arm fails on that reduction */
                 worst = difference;
         }
     }
