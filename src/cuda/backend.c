@@ -152,9 +152,8 @@ static skl_status enter_device(const skl_plan *plan, int *former)
     cudaError_t error = cudaGetDevice(former);
     if (error == cudaSuccess)
         error = cudaSetDevice(plan->device_index);
-    if (error == cudaSuccess)
-        return SKL_OK;
-    return skl_fail(SKL_ERROR_DEVICE, "device %d: %s", plan->device_index, take_error(error));
+    const char *const text = take_error(error); /* also of the caller, whose error launchers would take for theirs */
+    return error == cudaSuccess ? SKL_OK : skl_fail(SKL_ERROR_DEVICE, "device %d: %s", plan->device_index, text);
 }
 
 static void leave_device(int device, int former)
@@ -266,8 +265,8 @@ static skl_status allocate(const skl_plan *plan, size_t size, void **memory, skl
 static void release(const skl_plan *plan, void *memory, skl_stream stream)
 {
     int former = 0;
-    if (enter_device(plan, &former) != SKL_OK)
-        return;
+    if (cudaGetDevice(&former) != cudaSuccess || cudaSetDevice(plan->device_index) != cudaSuccess)
+        return; /* the call has failed, and its message stays */
     (void)cudaFreeAsync(memory, stream);
     leave_device(plan->device_index, former);
 }
