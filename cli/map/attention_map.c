@@ -100,7 +100,7 @@ typedef struct map_work {
     skl_row_state *states;        /* [columns, heads, block_rows], on the host */
     skl_row_state *device_states; /* on the device; on the CPU equal to `states` */
     float *device_lse_t;          /* [heads_t, block_rows]; NULL if not needed */
-    void *workspace; /* for the blocks so far */
+    void *workspace;              /* for the blocks so far */
     size_t workspace_size;
 } map_work;
 
