@@ -240,8 +240,8 @@ static void remember(int number)
             interrupted[n] = 1;
 }
 
-/* Holds interrupts back until the commit: otherwise a temporary file could remain. Blocked ones would reach the threads
- * of the library. */
+/* Holds interrupts back until the commit: otherwise a temporary file could remain. Blocked ones would reach the
+ * threads of the library. */
 static void prepare(void)
 {
     if (outputs.prepared)
