@@ -116,8 +116,17 @@ def fixed_order(q, term):
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+def _in_sequences(tensor, cu_seqlens, other=0.0):
+    """Rows [total, ...] of packed sequences. Those after the last one, which torch's kernels leave as they are, are `other`."""
+    rows = torch.arange(tensor.shape[0], device=cu_seqlens.device) < cu_seqlens[-1]
+    return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), tensor, other)
+
+
 def _flash(q, k, v, lengths, options, scale, packed):
     length_first = [tensor.transpose(-3, -2) if options.heads_first else tensor for tensor in (q, k, v)]
+    if packed:  # so that the others have gradients of 0
+        of_rows = (lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.cu_seqlens_k)
+        length_first = list(map(_in_sequences, length_first, of_rows))
     _, _, len_q = sizes(q.shape, packed, options.heads_first)
     _, _, len_k = sizes(k.shape, packed, options.heads_first)
     left, right = options.window_left, 0 if options.causal else options.window_right
@@ -136,7 +145,11 @@ def _flash(q, k, v, lengths, options, scale, packed):
         window_size_left=None if left < 0 else left,
         window_size_right=None if right < 0 else right,
     )
-    return output.transpose(-3, -2) if options.heads_first else output, lse[..., :len_q]
+    lse = lse[..., :len_q]
+    if packed:
+        output = _in_sequences(output, lengths.cu_seqlens_q)
+        lse = _in_sequences(lse.mT, lengths.cu_seqlens_q, -torch.inf).mT
+    return output.transpose(-3, -2) if options.heads_first else output, lse
 
 
 def _with_matrices(q, k, v, lengths, options, scale):

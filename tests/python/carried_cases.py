@@ -21,6 +21,7 @@ CASES = {
     "key_lengths": dict(key_lengths=torch.tensor([20, 37])),
     "bounds": dict(key_end=BOUNDS + 3),
     "packed": dict(causal=True, cu_seqlens_q=CU, cu_seqlens_k=CU),
+    "rows_after_the_last_sequence": dict(causal=True, cu_seqlens_q=CU, cu_seqlens_k=CU, sizes=(1, 50, 45)),
     "reverse": dict(direction="reverse"),
     "softcaps": dict(softcap=3.0, softcap_t=4.0),
     "scales": dict(softmax_scale=0.3, softmax_scale_t=0.2),

@@ -119,15 +119,18 @@ def test_windows_run_flash_attention(layout, causal, window, len_k, calls):
 
 @pytest.mark.parametrize("longest, asked", [((None, None), (11, 13)), ((1, 0), (2, 0)), ((7, 8), (7, 8))])
 def test_packed_sequences_run_flash_attention(longest, asked, calls):
-    cu_q, cu_k = (fake(3, dtype=torch.int32) for _ in range(2))
+    cu_q, cu_k = (torch.tensor([0, 4, 9], dtype=torch.int32) for _ in range(2))
     lengths, options = translate(CarriedOptions, 0, dict(
         layout="bnhd", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1]
     ))  # fmt: skip
     q, k = fake(11, 4, 64), fake(13, 4, 64)
+    q[9:] = k[9:] = torch.nan
     output, lse = _sdpa.attend(q, k, k, lengths, options)
     assert output.shape == q.shape and lse.shape == (4, 11)
+    assert not output[9:].any() and (lse[:, 9:] == -torch.inf).all()
     ((_, given),) = calls
     assert given["cum_seq_q"] is cu_q and given["cum_seq_k"] is cu_k and (given["max_q"], given["max_k"]) == asked
+    assert not any(given[name].any() for name in ("query", "key", "value"))
     assert given["window_size_left"] is None and given["window_size_right"] is None
 
 
