@@ -33,6 +33,15 @@ def test_two_processes(tmp_path, more):
 
 
 @pytest.mark.skipif(not LONG, reason="starts processes that import torch and transformers")
+def test_a_sharded_control(tmp_path):
+    make_teacher(tmp_path)
+    assert run(tmp_path, "one", "--control", **OPTIONS) == 0
+    run_two(tmp_path, "two", "--control", "--batch", "1", "--shard")
+    assert_same(tmp_path)
+    assert_same(tmp_path, "control")
+
+
+@pytest.mark.skipif(not LONG, reason="starts processes that import torch and transformers")
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="without --cpu, a run uses the GPU")
 def test_two_processes_without_a_gpu(tmp_path):
     """Without --cpu, both processes once trained alone, and wrote the same files."""
@@ -53,8 +62,8 @@ def test_context_parallel(tmp_path):
     assert_same(tmp_path)
 
 
-def assert_same(folder):
-    a, b = weights(folder / "one"), weights(folder / "two")
+def assert_same(folder, inside=""):
+    a, b = weights(folder / "one" / inside), weights(folder / "two" / inside)
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-5)

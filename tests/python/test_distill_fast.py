@@ -107,6 +107,19 @@ def test_a_run_like_another_shares_its_teacher_and_data(folder):
     assert all(torch.equal(a, b) for a, b in zip(first.trained, second.trained))
 
 
+def test_a_control_of_sharded_models(folder):
+    """Sharding gives the layers of the teacher other classes, as FSDP2 does here."""
+    first = Run(options(folder, "sharded", control=True, eval_sequences=1, needles=0), SimpleNamespace(pressed=0))
+    start = [weight.clone() for weight in first.trained]
+    for layer in first.teacher.model.layers:
+        layer.__class__ = type("FSDPLlamaDecoderLayer", (type(layer),), {})
+    with first.objective.attached():
+        first.advance()
+    second = Run(options(folder, "control", attention_weight=0.0), SimpleNamespace(pressed=0), like=first)
+    assert all(torch.equal(a, b) for a, b in zip(start, second.trained, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first.trained, second.trained))
+
+
 def test_an_objective_without_precision_rounds_nothing(folder):
     run = Run(options(folder, "exact"), SimpleNamespace(pressed=0))
     assert isinstance(run.objective, Objective) and not run.objective.rounds

@@ -103,6 +103,17 @@ def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
     assert "contains an earlier run: pass --resume to continue it, or --overwrite" in capsys.readouterr().err
 
 
+def test_results_do_not_wait_for_the_control(folder, monkeypatch):
+    """The run has finished when its control is killed, and --resume trains the rest of the control."""
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        own = loop.Run._one_step
+        patched.setattr(loop.Run, "_one_step", lambda run: kill() if run.out.name == "control" else own(run))
+        run(folder, "first", "--control", **FAST, steps=2)
+    assert evaluation(folder / "first").keys() == {"before", "after"} and (folder / "first/report.html").exists()
+    assert run(folder, "first", "--control", "--resume", **FAST, steps=2) == 0
+    assert evaluation(folder / "first").keys() == {"before", "after", "control"}
+
+
 def test_resume_extends_a_finished_run(folder, capsys):
     held_out = dict(held_out=folder / "data.npy")
     assert run(folder, "extended", **FAST, **held_out, steps=3) == 0

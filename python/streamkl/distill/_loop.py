@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import resource
@@ -29,7 +30,7 @@ from ._fast import fuse_norms
 from ._logs import Log
 from ._objective import Objective, attention_layers, next_tokens
 from ._options import Options, UserError
-from ._output import rehearsal, summary, write_divergence, write_model, write_results
+from ._output import rehearsal, summary, write_divergence, write_model, write_report, write_results
 from ._student import check_tokenizers, load_student, load_teacher, load_tokenizer
 
 
@@ -53,10 +54,10 @@ def distill(options: Options) -> Path:
             run.train()
         except Diverged as diverged:
             raise run.report_divergence(str(diverged)) from None
-        control = None
-        if options.control:
-            control = _control(run, interrupts)
-        run.finish(control)
+        run.finish()
+        control = _control(run, interrupts) if options.control else None
+        if control is not None:
+            run.report(control)
         run.say(summary(run, control))
     return Path(options.out)
 
@@ -70,7 +71,7 @@ def _control(run: Run, interrupts: _Interrupts) -> Evaluation | None:
     )
     run = Run(options, interrupts, run.before, like=run)
     run.train()
-    run.finish(None)
+    run.finish()
     return run.after
 
 
@@ -79,6 +80,7 @@ class Run:
 
     teacher: Any
     student: Any
+    start: Any  # the student before training, on the CPU, for the control; None without one
     tokenizer: Any
     training: Sequences
     held_out: Sequences
@@ -167,8 +169,13 @@ class Run:
             if fuses:
                 fuse_norms(self.teacher)
         self._say(f"load the student {options.student}" if options.student else "make the student from the teacher")
-        set_seed(options.seed)  # a control, which loads no teacher, begins with the same student
-        self.student = load_student(options, self.teacher, self._is_main).to(device)
+        set_seed(options.seed)  # a run that shares a teacher begins with the same student
+        student = like.start if like else None
+        if student is None:
+            student = load_student(options, self.teacher, self._is_main).cpu()
+        # Sharding changes the classes of the teacher's layers, and then no student can be made from the teacher.
+        self.start = copy.deepcopy(student) if options.control else None
+        self.student = student.to(device)
         if fuses:
             fuse_norms(self.student)
         options.direction = direction_of(options.direction, bool(options.head_map), self.teacher, self.student)
@@ -422,13 +429,18 @@ class Run:
 
     # ---- After training ----------------------------------------------------------------------------------------------
 
-    def finish(self, control: Evaluation | None) -> None:
+    def finish(self) -> None:
         """Evaluates the student, if asked to, and writes model, model card, report and its data."""
         self.after = self._evaluate("after training") if self.options.eval_sequences else None
         weights = checkpoints.full_weights(self.wrapped)
         if self._is_main:
-            write_results(self, weights, control)
+            write_results(self, weights)
         self.accelerator.wait_for_everyone()
+
+    def report(self, control: Evaluation) -> None:
+        """Adds the control to the report and its data."""
+        if self._is_main:
+            write_report(self, control)
 
     def report_divergence(self, what: str) -> UserError:
         """Writes a report without an evaluation of the student. Returns the error that ends the run."""

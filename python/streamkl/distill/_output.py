@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from ._loop import Run
 
 
-def write_results(run: Run, weights: dict[str, Any], control: Evaluation | None) -> None:
+def write_results(run: Run, weights: dict[str, Any]) -> None:
     """OUT/student, OUT/evaluation.json and OUT/report.html."""
+    write_model(run.out / "student", run, weights, _results(run.before, run.after))
+    write_report(run)
+
+
+def write_report(run: Run, control: Evaluation | None = None) -> None:
+    """OUT/evaluation.json and OUT/report.html."""
     found = dict(before=run.before, after=run.after, control=control)
     evaluations = {name: evaluation for name, evaluation in found.items() if evaluation is not None}
     data = {name: found.as_json() for name, found in evaluations.items()}
-    write_model(run.out / "student", run, weights, _results(run.before, run.after))
     write_json(run.out / "evaluation.json", data)
     report = document(run.options, evaluations, run.history, run.student, run.teacher, measured=run.measured)
     write_text(run.out / "report.html", page(report))
