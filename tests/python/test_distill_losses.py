@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import OnGpu
@@ -180,6 +182,27 @@ def test_layers_of_hidden_states_are_spread_evenly():
 def test_wrappers_find_the_config_of_the_student():
     student = llama()
     assert Objective(llama(), student, Options(), {}).config is student.config
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_parameters_without_a_gradient_do_not_stop_ddp(one_rank, precision):
+    """The head is no part of the hidden states. DDP notices a missing gradient one step later."""
+    options = Options(attention_weight=0, output_weight=0, hidden_weight=1, precision=precision)
+    objective = Objective(llama(), student := llama(), options, {})
+    model = DistributedDataParallel(objective)
+    for _ in range(2):
+        with torch.autocast("cpu", enabled=objective.rounds):
+            loss = model(batch()["input_ids"])["loss"]
+        loss.backward()
+    gradient = student.lm_head.weight.grad
+    assert gradient is None or not gradient.any()
 
 
 @pytest.mark.parametrize("models, weights, message", [

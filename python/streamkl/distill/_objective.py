@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ..hf import AttentionDistiller, capture
 from ..hf._adapters import eval_mode
 from ..hf._maps import nearest_layer
+from ..hf._parameters import reach_everything
 from ._fast import rounded_weights
 from ._options import Options, UserError
 from ._output_losses import output_losses
@@ -125,7 +126,8 @@ class Objective(torch.nn.Module):
             total = total + self.weights["hidden"] * losses["hidden"]
         if "attention" in losses:
             total = total + self.weights["attention"] * losses["attention"]
-        return {**losses, "loss": total}
+        # No loss reaches the pooler of an encoder, or the vision tower of a model that reads text.
+        return {**losses, "loss": reach_everything(total, self.module, hidden_s)}
 
     def _pair(self, pairs: Iterable[tuple[int, int]], layer_map: list[int] | None = None) -> None:
         """Compares the hidden states of pairs of layers, numbered among those that attend.
