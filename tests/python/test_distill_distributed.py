@@ -55,7 +55,7 @@ def test_two_processes_without_a_gpu(tmp_path):
 def test_context_parallel(tmp_path):
     """Two processes with half of every sequence."""
     make_teacher(tmp_path)
-    more = ["--language-weight", "0.5"]
+    more = ["--language-weight", "0.5", "--hidden-weight", "0.5"]
     assert run(tmp_path, "one", *more, **OPTIONS) == 0
     script = Path(__file__).parent / "distill_context.py"
     run_two(tmp_path, "two", "--context-parallel", "2", *more, program=[script])

@@ -179,6 +179,20 @@ def test_layers_of_hidden_states_are_spread_evenly():
     assert found[0]["hidden"] == found[1]["hidden"] != found[2]["hidden"]
 
 
+def test_hidden_states_of_shards(monkeypatch):
+    """The mean over ranks is the error of whole sequences, whose first token has a massive activation."""
+    states_s, states_t = torch.randn(2, 3, 8, 5)
+    states_t[:, 0] *= 100
+    shards = [(s, t) for s, t in zip(states_s.requires_grad_().chunk(2, 1), states_t.chunk(2, 1))]
+    squares = sum(t.square().mean() for _, t in shards)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: tensor.fill_(squares))
+    rank, whole = (SimpleNamespace(context_group=group, ranks=ranks) for group, ranks in (("", 2), (None, 1)))
+    found = torch.stack([Objective._relative_error(rank, [shard]) for shard in shards]).mean()
+    expected = Objective._relative_error(whole, [(states_s, states_t)])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, states_s) for loss in (found, expected)))
+
+
 def test_wrappers_find_the_config_of_the_student():
     student = llama()
     assert Objective(llama(), student, Options(), {}).config is student.config

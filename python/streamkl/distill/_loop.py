@@ -106,7 +106,8 @@ class Run:
         state = None
         if self._resumes:
             state = checkpoints.read_state(self.checkpoint, options, self.digest, self.tokens_per_step())
-        self.objective = Objective(self.teacher, self.student, options, self._weights())
+        group = None if self.mesh is None else self.mesh["context"].get_group()
+        self.objective = Objective(self.teacher, self.student, options, self._weights(), group)
         self.wrapped = self._wrap()
         self.trained = [parameter for parameter in self.student.parameters() if parameter.requires_grad]
         fused = self.accelerator.device.type == "cuda"  # one kernel for all weights

@@ -23,8 +23,10 @@ from ._output_losses import output_losses
 class Objective(torch.nn.Module):
     """A student with its loss: wrappers such as DDP and FSDP wrap this module, so that all of a step runs inside them."""
 
-    def __init__(self, teacher: Any, student: Any, options: Options, weights: dict[str, Any]) -> None:
-        """`weights` are options of AttentionDistiller, about rows, heads and layers."""
+    def __init__(
+        self, teacher: Any, student: Any, options: Options, weights: dict[str, Any], context_group: Any = None
+    ) -> None:
+        """`weights` are options of AttentionDistiller, about rows, heads and layers; `context_group` has the ranks of a sequence."""
         super().__init__()
         self.module = student  # the name by which streamkl.hf finds the model inside wrappers
         self._no_split_modules = student._no_split_modules
@@ -41,7 +43,7 @@ class Objective(torch.nn.Module):
         self.weights = {name: weight for name, weight in weights.items() if weight > 0}
         self.outputs = (Outputs(teacher), Outputs(student))  # a tuple hides the teacher from this module's parameters
         _check(*self.outputs, self.weights)
-        self.ranks = options.context_parallel
+        self.ranks, self.context_group = options.context_parallel, context_group
         # A recomputation and FSDP look for the weights after the forward, when the rounded ones are gone.
         self.rounds = options.precision == "bfloat16" and not (options.gradient_checkpointing or options.shard)
         if "hidden" in self.weights:
@@ -122,12 +124,24 @@ class Objective(torch.nn.Module):
             losses |= {name: loss for name, loss in zip(("output", "language"), both) if name in self.weights}
         if states_s is not None and states_t is not None:
             pairs = [(states_s[i + 1], states_t[j + 1]) for i, j in self._layers.items()]
-            losses["hidden"] = torch.stack([_relative_error(*pair) for pair in pairs]).mean()
+            losses["hidden"] = self._relative_error(pairs)
             total = total + self.weights["hidden"] * losses["hidden"]
         if "attention" in losses:
             total = total + self.weights["attention"] * losses["attention"]
         # No loss reaches the pooler of an encoder, or the vision tower of a model that reads text.
         return {**losses, "loss": reach_everything(total, self.module, hidden_s)}
+
+    def _relative_error(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Squared error of hidden states over the squares of the teacher's: the size of a layer's states does not count.
+
+        The squares are those of whole sequences, whose first token has most of them in many models.
+        """
+        errors = torch.stack([F.mse_loss(state_s.float(), state_t.float()) for state_s, state_t in pairs])
+        squares = torch.stack([state_t.float().square().mean() for _, state_t in pairs])
+        if self.context_group is not None:
+            torch.distributed.all_reduce(squares, group=self.context_group)
+            squares /= self.ranks
+        return (errors / squares).mean()
 
     def _pair(self, pairs: Iterable[tuple[int, int]], layer_map: list[int] | None = None) -> None:
         """Compares the hidden states of pairs of layers, numbered among those that attend.
@@ -158,12 +172,6 @@ def attention_layers(model: Any) -> list[int]:
         Outputs(model).hidden(_some_tokens(model))
     names = [layer.name for layer in layers if (layer.kind, layer.tower) == ("self", "language")]
     return [next(int(part) for part in name.split(".") if part.isdigit()) for name in names]
-
-
-def _relative_error(state_s: torch.Tensor, state_t: torch.Tensor) -> torch.Tensor:
-    """Squared error of hidden states over the squares of the teacher's: the size of a layer's states does not count."""
-    state_s, state_t = state_s.float(), state_t.float()
-    return F.mse_loss(state_s, state_t) / state_t.square().mean()
 
 
 def next_tokens(ids: torch.Tensor) -> torch.Tensor:
