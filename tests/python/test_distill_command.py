@@ -482,6 +482,16 @@ def test_retrieval_counts_the_rows_of_the_teacher():
     ]  # fmt: skip
 
 
+def test_retrieval_of_a_layer_with_two_teacher_layers():
+    """Lengths differ in which layers have a sliding window: each score is a share of the rows of the layer itself."""
+    batch = NeedleBatch(torch.zeros(1, 64), np.array([[0]]), np.array([[10]]), list(range(52, 56)))
+    found, missed = (Row([[[key] * 4]], [[[0] * 4]]) for key in (10, 40))
+    retrieval = Retrieval()
+    for pairs in {(0, 0): found, (1, 0): found}, {(0, 1): missed, (1, 0): found}:
+        retrieval.add_attention(pairs, batch)
+    assert retrieval.scores() == {0: [0.5], 1: [1.0]}
+
+
 class Words:
     """A tokenizer: one token per letter, between 1 and 2."""
 

@@ -116,6 +116,17 @@ def test_percentages_come_with_the_size_of_their_sample(report):
     ]
 
 
+def test_needles_of_other_pairs(report):
+    """In shorter texts, a student layer may learn from another teacher layer than in held-out sequences."""
+    stored = json.loads((report.parent / "evaluation.json").read_text())["after"]
+    result = stored["retrieval"][0] | dict(
+        heads=[[0, 2, 1]], missed=1, misses=[dict(head=[0, 2, 1], depth=7, needle=40, row=46, key=2)]
+    )
+    blocks = _retrieval({"student": Evaluation(**stored | {"retrieval": [result]})})["blocks"][0]["choices"][0]["blocks"]
+    tables = {block["title"]: block for block in blocks}
+    assert tables["Retrieval heads"]["rows"] == [["layer 0, head 1", "the mean of heads 2, 3 of teacher layer 2"]]
+
+
 def test_verdict(report):
     """It says what the attention loss has changed only where the difference exceeds twice its standard error."""
     stored = json.loads((report.parent / "evaluation.json").read_text())

@@ -104,6 +104,7 @@ class Retrieval:
 
     def __init__(self) -> None:
         self.rows = np.zeros(DEPTHS)
+        self.rows_of: dict[Any, int] = {}  # per pair
         self.found: dict[str, dict[Any, np.ndarray]] = {name: {} for name in _COUNTED}  # [depths, heads] per pair
         self.right = {name: np.zeros(DEPTHS) for name in _COUNTED}
         self.misses: list[dict[str, Any]] = []
@@ -113,6 +114,7 @@ class Retrieval:
         cache, begin = RowCache(), batch.places[:, None, :, None]
         np.add.at(self.rows, batch.depths, VALUE)
         for key, pair in pairs.items():
+            self.rows_of[key] = self.rows_of.get(key, 0) + VALUE * batch.depths.size
             best = [  # [texts, heads, needles, VALUE]
                 p.argmax(-1).unflatten(-1, (-1, VALUE)).cpu().numpy()
                 for p in pair.row_probabilities(batch.rows, cache)
@@ -134,7 +136,12 @@ class Retrieval:
 
     def scores(self) -> dict[int, list[float]]:
         """{student layer: the share of needles that the teacher of each student head finds}."""
-        return {i: (found.sum(0) / self.rows.sum()).tolist() for (i, _), found in self.found["teacher"].items()}
+        sums: dict[int, Any] = {}
+        rows: dict[int, int] = {}
+        for (i, j), found in self.found["teacher"].items():  # lengths may pair a layer with other teacher layers
+            sums[i] = sums.get(i, 0) + found.sum(0)
+            rows[i] = rows.get(i, 0) + self.rows_of[i, j]
+        return {i: (found / rows[i]).tolist() for i, found in sums.items()}
 
     def result(self, length: int, has_answers: bool) -> dict[str, Any]:
         """Rates by depth. Those of the attention are means over the heads with which the teacher retrieves.

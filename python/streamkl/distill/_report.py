@@ -290,8 +290,8 @@ def _misses(main: Evaluation, result: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _head_names(found: Evaluation, pair: Sequence[int]) -> list[list[int]]:
-    """Of each head of a pair: the student head, then its teacher heads."""
-    return found.heads[found.pairs.index(list(pair))]
+    """Of each head of a pair: the student head, then its teacher heads. Needles may pair a layer with another one."""
+    return found.heads[[i for i, _ in found.pairs].index(pair[0])]
 
 
 def _teacher_heads(found: Evaluation, pair: Sequence[int], head: int) -> str:
