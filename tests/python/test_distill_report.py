@@ -13,6 +13,7 @@ from distill_cases import CONTEXT, evaluation, make_teacher, run
 from transformers import LlamaForCausalLM
 
 from streamkl.distill import Evaluation
+from streamkl.distill._loop import Run
 from streamkl.distill._report import _figures, _retrieval, verdict
 
 
@@ -125,6 +126,14 @@ def test_needles_of_other_pairs(report):
     blocks = _retrieval({"student": Evaluation(**stored | {"retrieval": [result]})})["blocks"][0]["choices"][0]["blocks"]
     tables = {block["title"]: block for block in blocks}
     assert tables["Retrieval heads"]["rows"] == [["layer 0, head 1", "the mean of heads 2, 3 of teacher layer 2"]]
+
+
+def test_tokens_of_all_processes(report, monkeypatch):
+    """Each of the processes reads other sequences."""
+    monkeypatch.setattr(Run, "tokens_per_step", lambda run: 8 * 96)
+    assert run(report.parents[1], "readers", steps=2, eval_sequences=0) == 0
+    document = browser.document_of((report.parents[1] / "readers/report.html").read_text())
+    assert document["figures"][0]["detail"] == "2 steps of 768 tokens"
 
 
 def test_verdict(report):

@@ -30,13 +30,19 @@ def write_report(run: Run, control: Evaluation | None = None) -> None:
     evaluations = {name: evaluation for name, evaluation in found.items() if evaluation is not None}
     data = {name: found.as_json() for name, found in evaluations.items()}
     write_json(run.out / "evaluation.json", data)
-    report = document(run.options, evaluations, run.history, run.student, run.teacher, measured=run.measured)
-    write_text(run.out / "report.html", page(report))
+    _write_page(run, evaluations, measured=run.measured)
 
 
 def write_divergence(run: Run, what: str) -> None:
     """OUT/report.html of a run that has diverged."""
-    report = document(run.options, {}, run.history, run.student, run.teacher, diverged=what)
+    _write_page(run, {}, diverged=what)
+
+
+def _write_page(run: Run, evaluations: dict[str, Evaluation], **more: Any) -> None:
+    tokens = run.tokens_per_step()
+    report = document(
+        run.options, evaluations, run.history, run.student, run.teacher, tokens_per_step=tokens, **more
+    )
     write_text(run.out / "report.html", page(report))
 
 

@@ -31,14 +31,14 @@ def page(report: dict[str, Any]) -> str:
 
 def document(
     options: Options, evaluations: dict[str, Evaluation], history: list[dict[str, float]], student: Any, teacher: Any,
-    diverged: str = "", measured: Sequence[dict[str, float]] = (),
+    diverged: str = "", measured: Sequence[dict[str, float]] = (), tokens_per_step: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     """`evaluations` are those of the student: "before", "after" and "control", "student" alone, or none.
 
     `diverged` says at which step the run has diverged; `measured` are losses of held-out sequences during training.
     """
     training, settings = _training(history, measured, options), _settings(options, student, teacher)
-    sections, figures = [training, settings], _cost(history, options)
+    sections, figures = [training, settings], _cost(history, tokens_per_step)
     if evaluations:
         where = _distances(evaluations), _maps(evaluations), _where(evaluations)
         sections = [_retrieval(evaluations), _language(evaluations), *where, training, settings]
@@ -162,11 +162,10 @@ def _figures(evaluations) -> list[dict[str, str]]:
     return figures
 
 
-def _cost(history, options) -> list[dict[str, str]]:
+def _cost(history, tokens_per_step: int) -> list[dict[str, str]]:
     if not history:
         return []
-    tokens = options.context * options.batch * options.accumulate
-    steps = f"{int(history[-1]['step'])} steps of {tokens} tokens"
+    steps = f"{int(history[-1]['step'])} steps of {tokens_per_step:,} tokens"
     memory = in_bytes(max(entry["memory"] for entry in history))
     return [
         _figure(f"{history[-1]['seconds']:.0f} s", "of training", steps),
