@@ -4,6 +4,7 @@ import gzip
 import importlib.util
 import json
 import re
+import shlex
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -116,6 +117,12 @@ def test_eval_repeats_the_evaluation(folder, trained, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[0])["kl"] == pytest.approx(
         evaluation(trained)["after"]["kl"], rel=1e-5
     )
+    # The report says how to repeat the evaluation, without the options of the run.
+    document = browser.document_of((folder / "eval/report.html").read_text())
+    command = shlex.split(document["sections"][-1]["blocks"][0]["text"])
+    found = evaluation(folder / "eval")
+    assert command[:2] == ["streamkl-distill", "eval"] and main(command[1:]) == 0
+    assert evaluation(folder / "eval") == found
 
 
 def test_eval_replaces_no_report_of_a_run(folder, trained, capsys):

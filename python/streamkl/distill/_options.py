@@ -256,6 +256,11 @@ _RANGES = {
     "student_key_heads": (0, math.inf), "context_parallel": (1, math.inf), "start_context": (0, math.inf),
 }  # fmt: skip
 
+# The options of streamkl-distill eval.
+EVALUATION = {
+    "teacher", "student", "tokenizer", "out", "data", "text_field", "context", "seed", "precision", "direction", "layer_map",
+    "head_map", "eval_sequences", "needles", "needle_lengths", "map_layers", "map_heads", "cpu",
+}  # fmt: skip
 
 # Names that other programs have, accepted without a line in --help.
 _ALIASES = {

@@ -14,7 +14,7 @@ from .. import __version__
 from ._checkpoint import to_json
 from ._evaluate import Evaluation
 from ._needles import DEPTHS, KEY, VALUE
-from ._options import Options, in_bytes
+from ._options import EVALUATION, Options, in_bytes
 
 _STYLES = {"teacher": "teacher", "before": "before", "after": "after", "student": "after", "control": "control"}
 _CURVE_POINTS = 300
@@ -37,7 +37,8 @@ def document(
 
     `diverged` says at which step the run has diverged; `measured` are losses of held-out sequences during training.
     """
-    training, settings = _training(history, measured, options), _settings(options, student, teacher)
+    training = _training(history, measured, options)
+    settings = _settings(options, student, teacher, is_evaluation="student" in evaluations)
     sections, figures = [training, settings], _cost(history, tokens_per_step)
     if evaluations:
         where = _distances(evaluations), _maps(evaluations), _where(evaluations)
@@ -502,12 +503,13 @@ def _language(evaluations: dict[str, Evaluation]) -> dict[str, Any] | None:
     )  # fmt: skip
 
 
-def _settings(options: Options, student: Any, teacher: Any) -> dict[str, Any] | None:
+def _settings(options: Options, student: Any, teacher: Any, is_evaluation: bool) -> dict[str, Any] | None:
     default = Options()
     changed = {
         f.name: getattr(options, f.name)
         for f in dataclasses.fields(options)
-        if getattr(options, f.name) != getattr(default, f.name) and f.name not in ("resume", "overwrite", "dry_run")
+        if getattr(options, f.name) != getattr(default, f.name)
+        and (f.name in EVALUATION if is_evaluation else f.name not in ("resume", "overwrite", "dry_run"))
     }
     rows = [[name.replace("_", "-"), ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
             for name, value in changed.items()]  # fmt: skip
@@ -515,14 +517,15 @@ def _settings(options: Options, student: Any, teacher: Any) -> dict[str, Any] | 
         [f"parameters of the {role}", f"{model.num_parameters():,}"]
         for role, model in (("teacher", teacher), ("student", student))
     ]
+    lead = "All other options have their defaults" + ("." if is_evaluation else "; options.toml lists every option.")
+    command = ["streamkl-distill", *["eval"] * is_evaluation]
     return _section(
-        "Reproducing this run", "All other options have their defaults; options.toml lists every option.",
-        dict(kind="command", text=_command(changed)), dict(kind="table", rows=rows, plain=True),
+        "Reproducing this run", lead,
+        dict(kind="command", text=_command(command, changed)), dict(kind="table", rows=rows, plain=True),
     )  # fmt: skip
 
 
-def _command(changed: dict[str, Any]) -> str:
-    parts = ["streamkl-distill"]
+def _command(parts: list[str], changed: dict[str, Any]) -> str:
     for name, value in changed.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):

@@ -8,12 +8,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ._options import Parser, UserError, add_arguments, options_from
+from ._options import EVALUATION, Parser, UserError, add_arguments, options_from
 
-_EVALUATION = {
-    "teacher", "student", "tokenizer", "out", "data", "text_field", "context", "seed", "precision", "direction", "layer_map",
-    "head_map", "eval_sequences", "needles", "needle_lengths", "map_layers", "map_heads", "cpu",
-}  # fmt: skip
 INTERRUPTED, BAD_INPUT = 130, 2
 
 
@@ -72,7 +68,7 @@ def _evaluate(given: list[str]) -> int:
         prog="streamkl-distill eval", allow_abbrev=False,
         description="Compares the attention of a student with that of its teacher on held-out data: KL, retrieval, maps.",
     )  # fmt: skip
-    add_arguments(parser, _EVALUATION)
+    add_arguments(parser, EVALUATION)
     arguments = parser.parse_args(given)
     options = options_from(arguments)
     if options.data and "data" not in arguments:  # the options of a run, whose data is what its student has learnt
