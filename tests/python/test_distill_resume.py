@@ -103,6 +103,22 @@ def test_an_earlier_run_is_not_replaced_by_accident(folder, capsys):
     assert "contains an earlier run: pass --resume to continue it, or --overwrite" in capsys.readouterr().err
 
 
+def test_overwrite_removes_the_earlier_run(folder, monkeypatch, capsys):
+    """Its model and its report would look like those of the new run. Files that the command does not write stay."""
+    out = folder / "replaced"
+    assert run(folder, "replaced", "--control", **FAST, steps=1) == 0
+    (out / "notes.txt").write_text("")
+    made = dict(student_layers=None, student_heads=None)
+    assert run(folder, "replaced", "--overwrite", **FAST, **made, student=out / "control/student") == 2
+    assert "control/student: belongs to the earlier run in --out" in capsys.readouterr().err
+    assert (out / "control/student").exists()
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        stop_at(patched, 0, kill)
+        run(folder, "replaced", "--overwrite", **FAST)
+    left = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert left - {"log.jsonl"} == {"options.toml", "before.json", "notes.txt"}
+
+
 def test_results_do_not_wait_for_the_control(folder, monkeypatch):
     """The run has finished when its control is killed, and --resume trains the rest of the control."""
     with monkeypatch.context() as patched, pytest.raises(Killed):

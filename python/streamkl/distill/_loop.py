@@ -34,6 +34,11 @@ from ._output import rehearsal, summary, write_divergence, write_model, write_re
 from ._student import check_tokenizers, load_student, load_teacher, load_tokenizer
 
 
+# Names in OUT and OUT/control: those that a run continues from, and those that it leaves.
+_STATE = (checkpoints.NAME, "before.json", "log.jsonl", "best")
+_RESULTS = ("student", "evaluation.json", "report.html", "options.toml")
+
+
 class Stopped(Exception):
     """Ctrl-C: the run has written a checkpoint."""
 
@@ -199,14 +204,27 @@ class Run:
             raise UserError(
                 f"--out {self.out}: contains an earlier run: pass --resume to continue it, or --overwrite to replace it"
             )
+        names = () if self._resumes else _STATE + _RESULTS * self.options.overwrite
+        removed = [folder / name for folder in (self.out, self.out / "control") for name in names]
+        self._refuse_inputs_in([path for path in removed if path.exists()])
         self.accelerator.wait_for_everyone()
         if not self._is_main:
             return
-        if not self._resumes:
-            for name in (checkpoints.NAME, f"control/{checkpoints.NAME}", "before.json", "log.jsonl"):
-                (self.out / name).unlink(missing_ok=True)
-            shutil.rmtree(self.out / "best", ignore_errors=True)
+        for path in removed:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         checkpoints.write_text(self.out / "options.toml", self.options.as_toml())
+
+    def _refuse_inputs_in(self, removed: list[Path]) -> None:
+        """Inputs of this run must not be among the paths that it is about to remove."""
+        for name in ("teacher", "student", "tokenizer", "data", "held_out"):
+            value = getattr(self.options, name)
+            for given in value if isinstance(value, list) else [value]:
+                if given and any(Path(given).resolve().is_relative_to(path.resolve()) for path in removed):
+                    raise UserError(f"--{name.replace('_', '-')} {given}: belongs to the earlier run in --out {self.out}, which "
+                                    "this run replaces: use another --out")  # fmt: skip
 
     def _make_mesh(self) -> Any:
         """Processes that share sequences are neighbors."""
