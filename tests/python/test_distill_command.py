@@ -706,6 +706,20 @@ def test_a_diverged_run_stops_with_a_report(folder, capsys):
     assert (folder / "diverged/log.jsonl").read_text().count("\n") == 1
 
 
+def test_a_control_that_diverges_leaves_the_results(folder, capsys, monkeypatch):
+    train = loop.Run.train
+
+    def diverge(self):
+        if not self.options.control:
+            raise loop.Diverged("step 2 of 6 diverged: loss nan")
+        train(self)
+
+    monkeypatch.setattr(loop.Run, "train", diverge)
+    assert run(folder, "diverged_control", "--control", needles=0) == 2
+    assert "step 2 of 6 diverged: loss nan: use a smaller --rate" in capsys.readouterr().err
+    assert (folder / "diverged_control/student").exists() and (folder / "diverged_control/control/report.html").exists()
+
+
 def test_a_fault_of_the_program_is_no_mistake_of_the_user(monkeypatch):
     def fail(_):
         raise ValueError("a fault")

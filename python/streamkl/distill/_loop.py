@@ -55,11 +55,7 @@ def distill(options: Options) -> Path:
         if options.dry_run:
             run.rehearse()
             return Path(options.out)
-        try:
-            run.train()
-        except Diverged as diverged:
-            raise run.report_divergence(str(diverged)) from None
-        run.finish()
+        run.complete()
         control = _control(run, interrupts) if options.control else None
         if control is not None:
             run.report(control)
@@ -75,8 +71,7 @@ def _control(run: Run, interrupts: _Interrupts) -> Evaluation | None:
         options, attention_weight=0.0, out=str(out), control=False, resume=resume, overwrite=not resume
     )
     run = Run(options, interrupts, run.before, like=run)
-    run.train()
-    run.finish()
+    run.complete()
     return run.after
 
 
@@ -447,6 +442,14 @@ class Run:
             print(text, flush=True)
 
     # ---- After training ----------------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Trains and writes the results, or a report of how the loss diverged."""
+        try:
+            self.train()
+        except Diverged as diverged:
+            raise self.report_divergence(str(diverged)) from None
+        self.finish()
 
     def finish(self) -> None:
         """Evaluates the student, if asked to, and writes model, model card, report and its data."""
