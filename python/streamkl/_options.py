@@ -491,10 +491,10 @@ _FIELDS: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 def translate(declared: Any, gradients: int, options: dict[str, Any]) -> tuple[Lengths, Any]:
     """Length arrays and options as the operators take them. Checks the rules that the library cannot check."""
-    lengths = _NO_LENGTHS
-    if not _LENGTH_NAMES.isdisjoint(options):
+    lengths, names = _NO_LENGTHS, _LENGTH_NAMES[declared]
+    if not names.isdisjoint(options):
         lengths = Lengths(*[as_int32(name, options.get(name)) for name in Lengths._fields])
-        options = {name: value for name, value in options.items() if name not in _LENGTH_NAMES}
+        options = {name: value for name, value in options.items() if name not in names}
     for name, check in ("window_size", _check_pair), ("pool", _check_pool):
         if name in options:  # checked before the cache, which does not compare types inside a tuple
             check(name, options[name])
@@ -522,7 +522,8 @@ def _options(declared: Any, gradients: int, all_deterministic: bool, **given: An
     return Options(**fields)
 
 
-_NO_LENGTHS, _LENGTH_NAMES = Lengths(), frozenset(Lengths._fields)
+_NO_LENGTHS = Lengths()
+_LENGTH_NAMES = {options: frozenset(Lengths._fields) & declared.keys() for options, declared in DECLARED.items()}
 _INT32 = torch.iinfo(torch.int32)
 
 

@@ -158,6 +158,12 @@ def test_errors_are_those_of_attention_kl():
         streamkl.attention_map(*make_tensors(), key_lengths=torch.tensor([3.0, 4.0]))
 
 
+@pytest.mark.parametrize("name", ["key_begin", "key_end", "max_seqlen_k", "sink_t"])
+def test_options_of_attention_kl_that_a_map_does_not_have(name):
+    with pytest.raises(TypeError, match=rf"attention_map\(\) got an unexpected keyword argument '{name}'"):
+        streamkl.attention_map(*make_tensors(), causal=True, **{name: torch.zeros(2, 19, dtype=torch.int32)})
+
+
 def test_per_head_is_a_flag():
     with pytest.raises(ValueError, match=r"per_head=0: must be True or False"):
         streamkl.attention_map(*make_tensors(), per_head=0)
