@@ -14,7 +14,7 @@ from . import _library as lib
 from ._attention_kl import expand_weight, promote_under_autocast
 from ._call import plan_for, specs_of
 from ._mean import attends_everywhere, nonzero, total_weight, weighted
-from ._ops import BOTH_LSES, Operators, supports
+from ._ops import BOTH_LSES, Operators, once_differentiable, supports
 from ._options import AttentionOptions, CarriedOptions, Lengths, check_flags, check_number, translate, with_options
 from ._problem import DK_S, DQ_S, DV_S, KL_REVERSE
 from ._sdpa import as_autocast, attend, fixed_order
@@ -177,9 +177,14 @@ class Carried(torch.autograd.Function):
         return made.output, value
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output, grad_loss):
         q, k, v, output, lse = ctx.saved_tensors
+        with torch.no_grad():
+            made = Carried._gradients(ctx, q, k, v, output, lse, grad_output, grad_loss)
+        return *once_differentiable("attention", made, q, k, v, grad_output, grad_loss), None, None
+
+    @staticmethod
+    def _gradients(ctx, q, k, v, output, lse, grad_output, grad_loss):
         slot, term = ctx.slot, ctx.slot.term
         if slot.is_done:
             raise RuntimeError(
@@ -201,7 +206,7 @@ class Carried(torch.autograd.Function):
             made = in_one_call(operands, term, v, output, grad_output)[-3:]
             slot.finish()
         ctx.graph = ctx.of_kl = None
-        return *made, None, None
+        return made
 
 
 class Graph:

@@ -197,8 +197,7 @@ class Forward(torch.autograd.Function):
         check_gradient(_function_name(tensors[4]), grad_kl)
         with torch.no_grad():
             made = ctx.operators.backward(*tensors, indices, lse_t, lse_s, kl, dot_t, grad_kl, *lengths, *ctx.options)
-        if torch.is_grad_enabled():  # create_graph=True
-            made = _OnceDifferentiable.apply(_function_name(tensors[4]), len(made), *made, *tensors)
+        made = once_differentiable(_function_name(tensors[4]), made, *tensors, grad_kl)
         return *per_tensor(made, ctx.options.gradients, None), None
 
 
@@ -273,13 +272,18 @@ class OnePass(torch.autograd.Function):
         return *per_tensor(made, ctx.gradients, None), None
 
 
+def once_differentiable(function: str, made, *inputs):
+    """The gradients `made` of a backward. Under create_graph=True a second derivative, in any of the `inputs`, is refused."""
+    return _OnceDifferentiable.apply(function, len(made), *made, *inputs) if torch.is_grad_enabled() else made
+
+
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients, unchanged, as functions of the tensors that they depend on: a second derivative is refused."""
+    """Gradients, unchanged, as functions of the tensors that they depend on."""
 
     @staticmethod
-    def forward(ctx, function, count, *gradients_and_tensors):
+    def forward(ctx, function, count, *gradients_and_inputs):
         ctx.function = function
-        return tuple(gradient.view_as(gradient) for gradient in gradients_and_tensors[:count])
+        return tuple(gradient.view_as(gradient) for gradient in gradients_and_inputs[:count])
 
     @staticmethod
     def backward(ctx, *_):

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from cases import COMPILER, LONG, check_operators, check_threads, make_tensors
+from indexer_cases import make_indexer
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -141,6 +142,17 @@ def test_double_backward_is_an_error():
         torch.autograd.grad(first[2].square().sum(), tensors)
     with pytest.raises(RuntimeError, match="with both LSEs cannot be differentiated twice"):
         torch.autograd.grad(streamkl.attention_kl(*tensors, lse_t=lse_t, lse_s=lse_s), tensors, create_graph=True)
+
+
+@pytest.mark.parametrize("function, make", [(streamkl.attention_kl, make_tensors), (streamkl.indexer_kl, make_indexer)])
+def test_double_backward_in_the_weights_is_an_error(function, make):
+    """The first gradients depend on the upstream gradient, and so on the weights."""
+    tensors, weight = [tensor if tensor is None else tensor.detach() for tensor in make()], torch.rand(2, 19, requires_grad=True)
+    tensors[2].requires_grad_()
+    loss = function(*tensors, row_weight=weight)
+    (first,) = torch.autograd.grad(loss, tensors[2], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{function.__name__} cannot be differentiated twice; streamkl.reference"):
+        torch.autograd.grad(loss + first.square().sum(), weight)
 
 
 TRANSFORMS = {
