@@ -11,8 +11,12 @@ import torch
 
 
 def weighted(kl: torch.Tensor, row_weight: torch.Tensor | None) -> torch.Tensor:
-    """A row of weight 0 counts as 0 even if its KL is NaN, as in padding."""
-    return kl if row_weight is None else torch.where(row_weight == 0, 0.0, kl * row_weight)
+    """A row of weight 0 counts as 0 even if its KL is NaN or infinite, as in padding."""
+    if row_weight is None:
+        return kl
+    if row_weight.requires_grad:  # the gradient of a weight is the KL, also where the weight is 0
+        return torch.where(row_weight == 0, kl.nan_to_num(0.0, 0.0, 0.0), kl) * row_weight
+    return torch.where(row_weight == 0, 0.0, kl * row_weight)
 
 
 def divided(rows: torch.Tensor, total: int | torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._mean import weighted
 from ._options import AttentionOptions, IndexerOptions, defaults_of
 
 
@@ -215,7 +216,7 @@ def reduced(kl, attending, row_weight, reduction) -> torch.Tensor:
     else:
         per_head = row_weight if row_weight.dim() == kl.dim() else row_weight.unsqueeze(-2)
         weight = torch.where(attending, per_head.to(kl.dtype), 0.0)
-    loss = torch.where(weight == 0, 0.0, kl * weight)
+    loss = weighted(kl, weight)
     if reduction == "none":
         return loss
     total = weight.sum() if reduction == "mean" else loss.new_ones(())

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import streamkl
+from streamkl import reference
 from streamkl._options import AttentionOptions, translate
 from streamkl._problem import DK_S, DQ_S
 
@@ -268,6 +269,20 @@ def test_gradient_of_the_weights():
     kl, lse_t, lse_s = streamkl.attention_kl(*tensors, reduction="none", return_lse=True)
     loss = streamkl.attention_kl(*tensors, row_weight=weight, reduction="sum", lse_t=lse_t, lse_s=lse_s)
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], kl.sum(1))
+
+
+@pytest.mark.parametrize("module", [streamkl, reference])
+def test_gradient_of_weights_of_0(module):
+    """It is the KL, as for any weight, and 0 where the KL is NaN or infinite."""
+    tensors = [tensor.detach() for tensor in make_tensors()]
+    tensors[2][0, 5] = torch.nan
+    weight = torch.rand(2, 19)
+    weight[0, 3:6] = 0
+    weight.requires_grad_()
+    kl = module.attention_kl(*tensors, reduction="none").nan_to_num(0).sum(1)
+    for reduction, total, mean in ("sum", 1, 0), ("mean", 2 * weight.sum(), (kl * weight).sum() / weight.sum()):
+        loss = module.attention_kl(*tensors, row_weight=weight, reduction=reduction)
+        torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], ((kl - mean) / total).detach())
 
 
 class Recorder(TorchDispatchMode):
