@@ -182,9 +182,9 @@ class StatsOptions(_Bounds, total=False):
 
 class _Rows(_Model, _Bounds, total=False):
     """
-    row_weight: weight of each row, ``[batch, len_q]`` or ``[batch, heads_s, len_q]``, packed ``[total_q]`` or
-        ``[heads_s, total_q]``. A row of weight 0 adds nothing to the loss, even if it contains NaN; on a GPU such a NaN
-        still reaches the gradients.
+    row_weight: weight of each row, finite also in a row that attends to no key, ``[batch, len_q]`` or
+        ``[batch, heads_s, len_q]``, packed ``[total_q]`` or ``[heads_s, total_q]``. A row of weight 0 adds nothing to the
+        loss, even if it contains NaN; on a GPU such a NaN still reaches the gradients.
     deterministic: gradients have the same bits on every run. ``torch.use_deterministic_algorithms(True)`` does the same.
         Only Hopper GPUs are faster without it, for heads of up to 128 dimensions.
     """
