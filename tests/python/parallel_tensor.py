@@ -261,6 +261,14 @@ def dtensor():
     indexer = make_indexer(batch=world)[:5]
     compare(streamkl.indexer_kl, indexer, [Shard(0)] * 5, causal=True)
 
+    def weighted_kl(*tensors):
+        *tensors, row_weight = tensors
+        return streamkl.attention_kl(*tensors, row_weight=row_weight)
+
+    of_rows, of_heads = torch.linspace(0, 1, world * 19).view(world, 19), torch.linspace(0, 1, world**2 * 19).view(world, world, 19)
+    for weight, split, placement in (of_rows, Shard(2), Replicate()), (of_heads, Shard(2), Shard(1)), (of_rows, Shard(0), Shard(0)):
+        compare(weighted_kl, [*make_tensors(**shape), weight.requires_grad_()], [split] * 4 + [placement])
+
     def distributed(tensors, *placements):
         return [distribute_tensor(each.detach(), mesh, [placement]) for each, placement in zip(tensors, placements)]
 

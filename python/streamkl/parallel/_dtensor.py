@@ -114,7 +114,7 @@ def _is_shared(given: dict[str, Any], name: str, found: dict[str, str], heads: i
 
 
 def _local(name: str, tensor: DTensor, splits: list[str], heads: int) -> torch.Tensor:
-    """The local shard. The gradient of what ranks share is a sum over them: of a single key head, and of sinks."""
+    """The local shard. The gradient of what ranks share is a sum over them: of a key head, of sinks, of weights for all heads."""
     grad_placements = []
     for placement, split in zip(tensor.placements, splits):
         expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[
@@ -125,7 +125,7 @@ def _local(name: str, tensor: DTensor, splits: list[str], heads: int) -> torch.T
         if name not in _TENSORS and placement != expected:
             raise ValueError(f"{name}: {placement} must be {expected}, as the tensors are split by {split}")
         shared = placement == Replicate() and (
-            name in _KEYS and split == "heads" or name in _SINKS and split == "batch"
+            name in (*_KEYS, "row_weight") and split == "heads" or name in _SINKS and split == "batch"
         )
         grad_placements.append(Partial() if shared else placement)
     return tensor.to_local(grad_placements=grad_placements)
