@@ -138,7 +138,7 @@ def attention_kl(
         if reduction != "none":
             total = total_weight(kl, lse_s, row_weight, lengths) if is_mean and not reduces else 1
             loss = divided(loss, total)
-    if is_lse_check_on(check_lse, *given_lses) and not (
+    if is_lse_check_on(check_lse, given_lses[0]) and not (
         groups and groups.is_split
     ):  # the operator has checked all shapes
         check_both_lses((q_t, k_t, given_lses[0], sink_t), (q_s, k_s, given_lses[1], sink_s), lengths, options)

@@ -15,28 +15,32 @@ _SEQUENCES = 8
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 2e-2}  # relative to 1 + |LSE|
 
 
-def is_lse_check_on(check_lse: bool, *lses: torch.Tensor | None) -> bool:
-    if [lse for lse in lses if lse is None] or torch.compiler.is_compiling():
+def is_lse_check_on(check_lse: bool, lse_t: torch.Tensor | None) -> bool:
+    if lse_t is None or torch.compiler.is_compiling():
         return False
     return check_lse or os.environ.get("STREAMKL_CHECK_LSE") == "1"
 
 
 def check_both_lses(teacher, student, lengths, options) -> None:
-    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse, sink), is not that of the visible keys."""
-    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options)
-    _check(
-        "lse_s", student, options.scale_s, options.softcap_s, lengths, options, linear=options.link_s == LINK_LINEAR
-    )
+    """Raises ValueError if an LSE of teacher or student, given as (q, k, lse, sink), is not that of the visible keys.
+
+    That of the student may be None. That of a teacher alone may cover more keys.
+    """
+    linear = options.link_s == LINK_LINEAR
+    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options, wider=student[2] is None)
+    _check("lse_s", student, options.scale_s, options.softcap_s, lengths, options, linear=linear)
 
 
-def check_teacher_lse(teacher, indices, wider, lengths, options) -> None:
-    """The same for the teacher of an indexer. `wider`: the LSE may cover more keys, and is then larger."""
-    _check("lse_t", teacher, options.scale_t, options.softcap_t, lengths, options, indices, wider)
+def check_teacher_lse(teacher, indices, wider, lengths, options, name="lse_t") -> None:
+    """Raises ValueError if the LSE of an indexer's teacher is wrong. `wider`: it may cover more keys, and is then larger."""
+    _check(name, teacher, options.scale_t, options.softcap_t, lengths, options, indices, wider)
 
 
 @torch.no_grad()
 def _check(name, given, scale, softcap, lengths, options, indices=None, wider=False, linear=False) -> None:
     q, k, lse, sink = given
+    if lse is None:
+        return
     scale = scale or (1.0 if linear else 1 / math.sqrt(q.shape[-1]))
     for place, q_row, keys, found, in_indices in _sample(q, k, lse, indices, lengths, options):
         with torch.autocast(q.device.type, enabled=False):  # which would round the products
@@ -45,9 +49,11 @@ def _check(name, given, scale, softcap, lengths, options, indices=None, wider=Fa
         if in_indices is not None:
             logits = logits.gather(1, in_indices.clamp(min=0)).masked_fill(in_indices < 0, -torch.inf)
         expected = logits.logsumexp(-1)
-        expected = expected if sink is None else torch.logaddexp(expected, sink)
+        attends = expected != -torch.inf  # a mean counts the rows whose LSE is finite
+        expected = expected if sink is None else torch.where(attends, torch.logaddexp(expected, sink), expected)
         difference = found - expected if wider else -(found - expected).abs()
-        wrong = (expected != -torch.inf) & ~(difference >= -_TOLERANCE[q.dtype] * (1 + expected.abs()))
+        differs = ~(difference >= -_TOLERANCE[q.dtype] * (1 + expected.abs()))
+        wrong = torch.where(attends, differs, ~found.isinf() & (not wider))
         if wrong.any():
             head, least = int(wrong.int().argmax()), "at least " if wider else ""
             raise ValueError(
@@ -74,15 +80,13 @@ def _sample(q, k, lse, indices, lengths, options):
             end = min(keys, position + right + 1) if right >= 0 else keys
             bounds = q_0 + i if packed else (b, i)
             begin = begin if lengths.key_begin is None else max(begin, int(lengths.key_begin[bounds]))
-            end = end if lengths.key_end is None else min(end, int(lengths.key_end[bounds]))
-            if begin >= end:
-                continue
+            end = max(0, end if lengths.key_end is None else min(end, int(lengths.key_end[bounds])))
             query, key, row = (
                 (q[:, q_0 + i], k[:, k_0:k_1], lse[:, q_0 + i]) if packed else (q[b, :, i], k[b], lse[b, :, i])
             )
             key = key[:, begin:end].repeat_interleave(query.shape[0] // key.shape[0], 0)
             in_indices = None
-            if indices is not None:
+            if indices is not None and begin < end:
                 in_indices = (indices[:, q_0 + i] if packed else indices[b, :, i]).long()
                 in_indices = torch.where((in_indices >= begin) & (in_indices < end), in_indices - begin, -1)
                 in_indices = in_indices.repeat_interleave(query.shape[0] // in_indices.shape[0], 0)

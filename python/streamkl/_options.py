@@ -244,8 +244,9 @@ class AttentionOptions(_Loss, total=False):
         f16 tensors are f32 until then. ``lse_t`` alone saves a pass if ``heads_t > heads_s``, and may cover more keys: P is
         then the conditional distribution on the visible keys.
     lse_s: the student's log-sum-exp, ``[batch, heads_s, len_q]``.
-    check_lse: compute both given LSEs again for some rows, and raise an error if they differ. Wrong LSEs silently give a wrong
-        loss. Waits for the GPU. The environment variable ``STREAMKL_CHECK_LSE=1`` does the same.
+    check_lse: compute ``lse_t`` and ``lse_s`` again for some rows, and raise an error if one differs, or if ``lse_t`` without
+        ``lse_s`` is smaller. Wrong LSEs silently give a wrong loss. Waits for the GPU. Off under ``torch.compile`` and with
+        ``parallel.context_group``. The environment variable ``STREAMKL_CHECK_LSE=1`` does the same.
     sink_t: attention sinks of the teacher, ``[heads_t]``: the softmax of a head has one more outcome with this logit (natural
         log, neither scaled nor capped), which belongs to no key. A sink is an outcome of both distributions, so both or
         none must be given. All LSEs include it. A row that attends to no key has no sink.
@@ -279,9 +280,10 @@ class IndexerOptions(_Loss, total=False):
         returns it. Shape and type are those of ``lse_t``.
     row_weight: as in :func:`streamkl.attention_kl`, or ``"mass"``, with ``lse_t_wider``: the weight of a row is the share of
         the attention that its visible keys hold, ``rows.mass``.
-    check_lse: compute a given ``lse_t`` again for some rows, and raise an error if it differs, or with ``lse_t_wider`` if it
-        is smaller. Wrong LSEs silently give a wrong loss. Waits for the GPU. The environment variable
-        ``STREAMKL_CHECK_LSE=1`` does the same.
+    check_lse: compute ``lse_t`` and ``lse_t_visible`` again for some rows, and raise an error if one differs, or with
+        ``lse_t_wider`` or ``pool`` if ``lse_t`` is smaller. Wrong LSEs silently give a wrong loss. Waits for the GPU. Off
+        under ``torch.compile`` and with ``parallel.context_group``. The environment variable ``STREAMKL_CHECK_LSE=1`` does
+        the same.
     parallel: process groups, if the call is split over ranks: see :class:`streamkl.Parallel`. With ``tensor_group``,
         ``rows.cross_entropy`` is that of the mean of all teacher heads; ``kl`` and ``entropy`` are means over ranks.
     """

@@ -193,7 +193,9 @@ def indexer_kl(
         loss = loss if reduction == "none" else loss.sum()
     if not (groups and groups.is_split) and is_lse_check_on(check_lse, lse_t):  # the operator has checked all shapes
         keys = indices if pool is None or indices is None else _keys_of_blocks(indices, pool[1])
-        check_teacher_lse((q_t, k_t, lse_t, None), keys, lse_t_wider or keys is not indices, lengths, options)
+        check_teacher_lse((q_t, k_t, lse_t, None), keys, lse_t_wider or pool is not None, lengths, options)
+        visible = given["lse_t_visible"]
+        check_teacher_lse((q_t, k_t, visible, None), keys, False, lengths, options, "lse_t_visible")
     if reduction != "none":
         total = total_weight(loss, rows["lse_s"], weight, lengths) if reduction == "mean" else None
         if groups is not None and groups.reduces:

@@ -296,6 +296,29 @@ def test_check_lse(case, monkeypatch):
         streamkl.attention_kl(*tensors, lse_t=lse_t + 0.1, lse_s=lse_s, **options)
 
 
+def test_check_lse_of_the_teacher_alone():
+    """Teacher groups read it. It may cover more keys."""
+    tensors = [tensor.detach() for tensor in make_tensors()]
+    loss, lse_t, _ = streamkl.attention_kl(*tensors, return_lse=True)
+    torch.testing.assert_close(streamkl.attention_kl(*tensors, lse_t=lse_t + 1, check_lse=True), loss)
+    with pytest.raises(ValueError, match="lse_t: .* must be at least"):
+        streamkl.attention_kl(*tensors, lse_t=lse_t - 0.1, check_lse=True)
+
+
+@pytest.mark.parametrize("name", ["lse_t", "lse_s"])
+def test_check_lse_of_rows_without_keys(name):
+    """A mean counts the rows whose LSE is finite."""
+    tensors, sinks = [tensor.detach() for tensor in make_tensors()], dict(sink_t=torch.zeros(4), sink_s=torch.zeros(2))
+    for options in dict(key_lengths=torch.tensor([23, 0])), dict(causal=True, key_end=torch.arange(19).expand(2, 19)), sinks:
+        options = dict(key_lengths=torch.tensor([23, 0])) | options
+        _, lse_t, lse_s = streamkl.attention_kl(*tensors, return_lse=True, **options)
+        given = dict(lse_t=lse_t, lse_s=lse_s)
+        streamkl.attention_kl(*tensors, check_lse=True, **given, **options)
+        given[name] = given[name].nan_to_num(neginf=0.0)
+        with pytest.raises(ValueError, match=rf"{name}: 0 at batch [01], row 0, head 0 must be -inf"):
+            streamkl.attention_kl(*tensors, check_lse=True, **given, **options)
+
+
 @pytest.mark.parametrize("status, result", [(0, None), (1, ValueError)])
 def test_a_long_call_in_either_thread(status, result):
     """In the main thread it runs in another one; its errors are those of the call."""

@@ -417,7 +417,7 @@ def test_wider_lse_of_other_layouts(how):
 
 
 def test_check_lse_of_listed_blocks():
-    """Of blocks 1 and 2, without the first one."""
+    """Of blocks 1 and 2, without the first one. Without a list it may cover more keys, too."""
     indexer = make_indexer(batch=1, len_q=3, keys_s=5)
     blocks = torch.tensor([1, 2, -1]).expand(1, 3, 3)
     options = dict(pool=("max", 4), check_lse=True)
@@ -426,6 +426,7 @@ def test_check_lse_of_listed_blocks():
     streamkl.indexer_kl(*indexer[:5], blocks, lse_t=lse_t, **options)
     with pytest.raises(ValueError, match="lse_t: .* must be at least"):
         streamkl.indexer_kl(*indexer[:5], blocks, lse_t=lse_t - 0.1, **options)
+    streamkl.indexer_kl(*indexer[:5], lse_t=x.logsumexp(-1) + 0.1, **options)
 
 
 def test_wider_lse_without_indices():
@@ -535,7 +536,10 @@ def test_check_lse(case, monkeypatch):
         indexer.indices.clamp_(max=10)
     loss, rows = streamkl.indexer_kl(*indexer, return_rows=True, **options)
     torch.testing.assert_close(streamkl.indexer_kl(*indexer, lse_t=rows.lse_t, check_lse=True, **options), loss)
-    streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.1, lse_t_wider=True, check_lse=True, **options)
+    wider = dict(lse_t=rows.lse_t + 0.1, lse_t_wider=True, check_lse=True)
+    streamkl.indexer_kl(*indexer, lse_t_visible=rows.lse_t, **wider, **options)
+    with pytest.raises(ValueError, match=r"lse_t_visible: .*, head \d must be -?\d.* \(natural logarithm\)"):
+        streamkl.indexer_kl(*indexer, lse_t_visible=rows.lse_t + 0.1, **wider, **options)
     streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.1, **options)  # nothing tells
     with pytest.raises(ValueError, match=r"lse_t: .*, row \d+, head \d must be -?\d.* \(natural logarithm\)"):
         streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 0.1, check_lse=True, **options)
