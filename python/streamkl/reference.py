@@ -13,14 +13,19 @@ from typing import Any, NamedTuple
 import torch
 
 from ._mean import weighted
-from ._options import AttentionOptions, IndexerOptions, defaults_of
+from ._options import RULES, AttentionOptions, IndexerOptions, defaults_of
 
 
 def _asked(declared: Any, given: dict[str, Any]) -> SimpleNamespace:
-    """The options of a call, with their defaults."""
+    """The options of a call, with their defaults. Their rules are those of the library's calls."""
     defaults = defaults_of(declared)
     if unknown := given.keys() - defaults.keys():
         raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
+    for name in RULES[declared].keys() & given.keys():
+        RULES[declared][name](name, given[name])
+    for name in ("parallel", "pool") if declared is AttentionOptions else ("parallel",):
+        if given.get(name) is not None:
+            raise ValueError(f"{name}: must be None for this function of streamkl.reference")
     return SimpleNamespace(**defaults | given)
 
 

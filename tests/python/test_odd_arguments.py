@@ -148,6 +148,17 @@ def test_tensors(call):
     assert {key: fault for key, fault in faults.items() if fault} == {}
 
 
+@pytest.mark.parametrize("option, message", [
+    (dict(reduction="avg"), "reduction='avg': must be 'mean', 'sum' or 'none'"),
+    (dict(direction="Reverse"), "direction='Reverse': must be 'forward' or 'reverse'"),
+    (dict(pool=("max", 4)), "pool: must be None for this function"),
+    (dict(parallel=streamkl.Parallel()), "parallel: must be None for this function"),
+])  # fmt: skip
+def test_options_of_the_reference(option, message):
+    with pytest.raises(ValueError, match=message):
+        reference.attention_kl(*TEACHER, **option)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_options(call):
     function, exact, tensors, options = CALLS[call]
