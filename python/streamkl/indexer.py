@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -265,9 +266,10 @@ def _conditional(lse_t, visible, w_s, options):
     if lse_t.dim() < 2 or lse_t.shape[-2] % heads_s or lse_t.shape != visible.shape:
         return lse_t, None  # the checks of the operator report lse_t
     lse_t, visible = lse_t.detach(), visible.detach()
-    shares = torch.where(visible.isinf(), 0.0, (visible - lse_t).exp()).unflatten(-2, (heads_s, -1))
-    mass = shares.mean(-2)
-    return lse_t + mass.log().repeat_interleave(shares.shape[-2], -2), mass
+    log_shares = torch.where(visible.isinf(), -torch.inf, visible - lse_t).unflatten(-2, (heads_s, -1))
+    group_size = log_shares.shape[-2]
+    log_mass = log_shares.logsumexp(-2) - math.log(group_size)  # finite where the mass underflows
+    return lse_t + log_mass.repeat_interleave(group_size, -2), log_mass.exp()
 
 
 def _kl_uniform(operators, tensors, entropy, lengths, options):

@@ -439,6 +439,15 @@ def test_wider_lse_without_indices():
     torch.testing.assert_close(wider.lse_t, rows.lse_t)
 
 
+def test_wider_lse_of_a_mass_that_underflows():
+    indexer = make_indexer()
+    loss, rows = streamkl.indexer_kl(*indexer, return_rows=True)
+    far = streamkl.indexer_kl(*indexer, lse_t=rows.lse_t + 200, lse_t_wider=True)
+    torch.testing.assert_close(far, loss, rtol=1e-4, atol=1e-5)
+    for one, other in zip(torch.autograd.grad(far, indexer.trained), torch.autograd.grad(loss, indexer.trained)):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
 def test_loss_of_deepseek_v4():
     """torchtitan's loss of compressed attention: target p relative to an LSE that covers more, weighted by its own sum."""
     indexer = exact_of(make_indexer(heads_s=2, top_k=6))

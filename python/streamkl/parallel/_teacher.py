@@ -43,7 +43,11 @@ class TeacherShards:
         lower = (
             over_visible.unflatten(-2, (-1, group_size))[..., 0, :] - lse_t.unflatten(-2, (-1, group_size))[..., 0, :]
         )
-        mass = torch.where(lower.isnan(), 0.0, lower).exp()  # a row without visible keys has no mass, and no gradient
+        lower = torch.where(lower.isnan(), 0.0, lower)  # a row without visible keys has no mass, and no gradient
+        largest = lower.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        # Relative to the largest of all ranks no row with visible keys underflows.
+        mass = (lower - largest.clamp(min=torch.finfo(lower.dtype).min)).exp()
         total = mass.clone()
         dist.all_reduce(total, group=self.group)
         return mass / total.clamp(min=torch.finfo(total.dtype).tiny)
