@@ -169,7 +169,7 @@ def test_max_seqlen(name):
     lengths = dict(cu_seqlens_q=CU, cu_seqlens_k=torch.tensor([0, 9, 23]))
     for function, tensors in (streamkl.attention_kl, packed), (streamkl.indexer_kl, indexer):
         expected = function(*tensors, **lengths)
-        for longest in (14, 15, None):
+        for longest in (14, 15, 64, None):
             assert torch.equal(function(*tensors, **lengths, **{name: longest}), expected)
         too_short = rf"cu_seqlens_{letter}\[2\]={19 if letter == 'q' else 23}: sequence 1 has 14 rows; must be at most 13"
         with pytest.raises(ValueError, match=too_short):
