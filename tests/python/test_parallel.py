@@ -16,9 +16,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import streamkl
 from streamkl import Parallel
+from streamkl._options import Lengths
+from streamkl._problem import Options
 from streamkl.parallel import shard, unshard
 from streamkl.parallel._gather import slice_count
+from streamkl.parallel._groups import agree
 from streamkl.parallel._layout import Layout, gather_order, inverse_of
+from streamkl.parallel._shards import Shards
 
 SCRIPT = Path(__file__).parent / "parallel_run.py"
 HEADS = (
@@ -124,6 +128,14 @@ def test_a_group_of_one_rank_changes_nothing(one_rank, comm):
         assert torch.equal(found, whole)
     mesh = dist.init_device_mesh("cpu", (1,))
     assert torch.equal(streamkl.AttentionKLLoss(causal=True, parallel=Parallel(mesh))(*tensors), expected)
+
+
+def test_any_default_device(one_rank):
+    tensors, indices = (*make_tensors(), None, None, None), torch.zeros(2, 19, 2, 3, dtype=torch.int32)
+    bounds = Lengths(key_lengths=torch.tensor([40, 46]), key_end=torch.arange(19).expand(2, 19))
+    with torch.device("meta"):
+        agree(one_rank, torch.device("cpu"), {"layout": "zigzag"}, bounds._asdict(), None)
+        Shards(Layout("zigzag", 2), 0, (*tensors, indices), (*bounds, *Options())).check_values()
 
 
 def test_all_collective_calls_of_one_rank(one_rank):

@@ -46,7 +46,8 @@ def agree(
     the device, so that the host does not wait for it.
     """
     sums = [zlib.crc32(repr(fact).encode()) for fact in facts.values()]
-    own = _to_device(torch.tensor([0 if fault is None else 1, *sums, *[0] * (_FACTS - len(sums))]), device)
+    numbers = [0 if fault is None else 1, *sums, *[0] * (_FACTS - len(sums))]
+    own = _to_device(torch.tensor(numbers, device="cpu"), device)
     own = torch.cat([own, *(_checksum(value, device) for value in values.values())])
     world = dist.get_world_size(group)
     all_ranks = own.new_empty(world * len(own))

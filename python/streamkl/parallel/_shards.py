@@ -135,7 +135,7 @@ class Shards:
         """What the library refuses in whole sequences, and cannot see in shards. Reads the values: for CPUs."""
         cu_q, _, key_lengths, *bounds = self.lengths
         world, indices = self.layout.world, self.tensors[-1]
-        row = torch.arange(self.tensors[0].shape[self.length_dim])
+        row = torch.arange(self.tensors[0].shape[self.length_dim], device=self.device)
         is_read = row < (len(row) if cu_q is None else cu_q[-1])  # rows after the last sequence are not
         if key_lengths is not None:
             keys = world * self.tensors[1].shape[self.length_dim]
@@ -143,7 +143,7 @@ class Shards:
         for name, bound in zip(("key_begin", "key_end"), bounds):
             if bound is None:
                 continue
-            keys = torch.as_tensor(world * self._shard_lengths[1]).expand(bound.shape)
+            keys = torch.as_tensor(world * self._shard_lengths[1], device=self.device).expand(bound.shape)
             _require_range(name, torch.where(is_read, bound, 0), 0, keys)
             falls = (bound.diff() < 0) & is_read[1:]
             if cu_q is not None:
@@ -153,7 +153,7 @@ class Shards:
                     f"{name}{falls.nonzero()[0].tolist()}: must not be above the next one of the same sequence"
                 )
         if indices is not None:
-            last = torch.as_tensor(world * self._keys_of_indices - 1).expand(indices.shape)
+            last = torch.as_tensor(world * self._keys_of_indices - 1, device=self.device).expand(indices.shape)
             _require_range("indices", torch.where(self._as_indices(is_read), indices, -1), -1, last)
 
     def _with_bounds(self, cu_seqlens_k, begin, end) -> Lengths:
