@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -192,6 +193,9 @@ def _as_f32(name: str, sink: torch.Tensor | None) -> torch.Tensor | None:
     return sink.float().contiguous()
 
 
+explained_gpu: ContextVar[str | None] = ContextVar("explained_gpu", default=None)  # that of explain(gpu=)
+
+
 def lses_first(q_t, q_s, options) -> bool:
     """Whether a GPU is faster with a pass for the LSEs and one for the rest: a student that learns from teacher groups.
 
@@ -200,7 +204,8 @@ def lses_first(q_t, q_s, options) -> bool:
     """
     heads = -3 if options.heads_first else -2
     groups = min(q_t.dim(), q_s.dim()) >= 3 and q_t.shape[heads] > q_s.shape[heads]
-    return q_t.is_cuda and groups and options.direction == KL_FORWARD and not options.gradients & (DQ_T | DK_T)
+    is_faster = groups and options.direction == KL_FORWARD and not options.gradients & (DQ_T | DK_T)
+    return is_faster and (q_t.is_cuda or not torch.compiler.is_compiling() and explained_gpu.get() is not None)
 
 
 def promote_under_autocast(q_t, k_t, q_s, k_s):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _library as lib
 from ._ops import KERNELS
 from ._options import AttentionOptions, IndexerOptions
-from ._attention_kl import attention_kl
+from ._attention_kl import attention_kl, explained_gpu
 from .indexer import indexer_kl
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ class _Explaining(TorchDispatchMode):
 
 def _explain(function, tensors, gpu, options) -> str:
     with _Explaining(gpu) as explaining:
-        answer = function(*tensors, **options)
+        outer = explained_gpu.set(gpu)
+        try:
+            answer = function(*tensors, **options)
+        finally:
+            explained_gpu.reset(outer)
         loss = answer[0] if isinstance(answer, tuple) else answer
         if loss.requires_grad:
             trained = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]

@@ -7,6 +7,7 @@ from indexer_cases import make_indexer
 
 import streamkl
 from streamkl import _library as lib
+from streamkl._explain import _Explaining
 
 
 def steps(text):
@@ -95,6 +96,15 @@ def test_a_gpu_that_is_not_here():
     assert "cuda_general" in streamkl.explain_indexer(*indexer, causal=True, gpu="h100")  # f32
     with pytest.raises(ValueError, match="options.gpu=h20: must be a100"):
         streamkl.explain(*tensors, gpu="h20")
+
+
+@pytest.mark.parametrize("gpu, first", [(None, [lib.FORWARD, lib.BACKWARD]), ("h200", [lib.FORWARD, lib.FORWARD_BACKWARD])])
+def test_a_gpu_takes_the_lses_of_teacher_groups_first(gpu, first, monkeypatch):
+    operations = []
+    monkeypatch.setattr(_Explaining, "_explain", lambda self, plan, op, *_: operations.append(op))
+    q_t, k_t, q_s, k_s = make_tensors()
+    streamkl.explain(q_t.detach(), k_t.detach(), q_s, k_s, gpu=gpu)
+    assert operations == first
 
 
 BF16 = dict(dtype_t=torch.bfloat16, dtype_s=torch.bfloat16)
