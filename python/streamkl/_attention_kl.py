@@ -102,7 +102,7 @@ def attention_kl(
         shared = dict(reduction=reduction, row_weight=row_weight, lse_t=lse_t, check_lse=check_lse, parallel=parallel)
         refused = dict(sink_t=sink_t, sink_s=sink_s, lse_s=lse_s)
         return _pooled(q_t, k_t, q_s, k_s, return_lse, refused, **shared, **options)
-    sink_t, sink_s = _as_f32("sink_t", sink_t), _as_f32("sink_s", sink_s)
+    sink_t, sink_s = sink_as_f32("sink_t", sink_t), sink_as_f32("sink_s", sink_s)
     check_flags(return_lse=return_lse, check_lse=check_lse)
     gradients = _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s)
     lengths, options = translate(AttentionOptions, gradients, {"reduction": reduction, **options})
@@ -184,7 +184,7 @@ def _wanted_gradients(q_t, k_t, q_s, k_s, sink_t, sink_s) -> int:
     return gradients
 
 
-def _as_f32(name: str, sink: torch.Tensor | None) -> torch.Tensor | None:
+def sink_as_f32(name: str, sink: torch.Tensor | None) -> torch.Tensor | None:
     """Sinks are a number per head: models keep them in any type."""
     if sink is None:
         return None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Collection, Iterator, NamedTuple, Sequenc
 import torch
 
 from . import _library as lib
-from ._attention_kl import expand_weight
+from ._attention_kl import expand_weight, sink_as_f32
 from ._call import describe_while_tracing, execute, plan_for, specs_of
 from ._checks import INPUTS, LENGTHS
 from ._ops import Operator
@@ -241,6 +241,7 @@ def attention_stats(
     _check_own(own, results, lse)
     try:
         lengths, asked = translate(StatsOptions, 0, {**options})
+        sink = sink_as_f32("sink", own["sink"])
         if torch.is_autocast_enabled(q.device.type):
             q, k = (each.to(torch.promote_types(q.dtype, k.dtype)) for each in (q, k))
         row_weight = own["row_weight"]
@@ -254,7 +255,7 @@ def attention_stats(
         made = attention_stats_op(
             q,
             k,
-            own["sink"],
+            sink,
             lse,
             row_weight,
             ranges,

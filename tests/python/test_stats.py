@@ -103,7 +103,7 @@ CASES = {
     "scale": dict(softmax_scale=0.7, per_key_head=True),
     "padded": dict(key_lengths=torch.tensor([53, 20]), causal=True),
     "bounds": dict(key_begin=torch.arange(37).expand(2, -1), key_end=torch.arange(10, 47).expand(2, -1)),
-    "sinks": dict(causal=True, sink=torch.tensor([0.5, -1.0, 3.0, 0.0])),
+    "sinks": dict(causal=True, sink=torch.tensor([0.5, -1.0, 3.0, 0.0]).bfloat16()),
     "rows": dict(row_range=(-9, -2), row_weight=torch.arange(37.0).expand(2, 4, 37) % 3, causal=True),
     "counts": dict(distance_buckets=5, top_k=64, row_range=(3, 30), per_key_head=True),
 }
@@ -230,6 +230,7 @@ BAD = {
     "lse": (dict(want=["lse"], lse=torch.zeros(2, 4, 37)), 'want: must not contain "lse" if lse is given'),
     "lse shape": (dict(lse=torch.zeros(2, 4, 36)), r"lse: shape \[2, 4, 36\] must be \[2, 4, 37\]"),
     "sink": (dict(sink=torch.zeros(3)), r"sink: shape \[3\] must be \[4\]"),
+    "sink type": (dict(sink=torch.zeros(4).int()), "sink: must be a tensor of floating-point numbers"),
     "weight": (dict(row_weight=torch.ones(3)), r"row_weight: shape \[3\] must be \[2, 37\] or \[2, 4, 37\]"),
     "tensor": (dict(lse=1.0), "lse: float must be a torch.Tensor"),
 }
