@@ -147,10 +147,15 @@ def _bounds_of(mask, batch, len_q, len_k):
     empty = begin == end
     above = end.cummax(-1).values
     bounds = begin, end = torch.where(empty, above, begin), torch.where(empty, above, end)
-    ranges = torch.equal(shown, (key >= begin[..., None]) & (key < end[..., None]))
-    if not ranges or any(bool((bound.diff() < 0).any()) for bound in bounds):
+    wrong = (shown != (key >= begin[..., None]) & (key < end[..., None])).any(-1)
+    wrong[..., 1:] |= (begin.diff() < 0) | (end.diff() < 0)
+    if wrong.any():
+        *sequence, row = wrong.nonzero()[0].tolist()
+        above = [*sequence, row - 1]
+        fault = f"row {above} shows none" if row and empty[tuple(above)] else f"row {[*sequence, row]} does not"
         raise ValueError(
-            "mask: each row must show one range of keys, which does not begin or end before that of the row above"
+            "mask: each row must show one range of keys, which does not begin or end before that of the row above: "
+            + fault
         )
     return bounds
 

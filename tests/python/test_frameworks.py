@@ -61,6 +61,10 @@ def formula(trained, topk, query, key, scale, coeff, sparse, relu=True, **option
     return coeff * (total if options.get("calculate_per_token_loss") else total / weight.sum())
 
 
+def window_mask(length):
+    return torch.full((length, length), -torch.inf).triu(1) + torch.full((length, length), -torch.inf).tril(-4)
+
+
 def cut_mask(length):
     """Two packed sequences; the last rows show no key."""
     mask = torch.full((length, length), -torch.inf).triu(1)
@@ -113,6 +117,8 @@ def test_fewer_queries_than_keys_packed_teacher_and_no_relu():
     (dict(mask=torch.zeros(24, 23)), r"mask: shape \[24, 23\] must be \[24, 24\] or \[2, 24, 24\]"),
     (dict(mask=torch.full((24, 24), 0.5)), "mask: must be 0, or -inf"),
     (dict(mask=torch.zeros(24, 24).index_fill(1, torch.tensor([4]), -torch.inf)), "mask: each row must show one range"),
+    (dict(mask=window_mask(24).index_fill(0, torch.tensor([9]), -torch.inf)), r"mask: each row .*: row \[9\] shows none"),
+    (dict(mask=torch.stack([window_mask(24), window_mask(24).roll(1, 0)])), r"mask: each row .*: row \[1, 1\] does not"),
     (dict(mask=torch.full((24, 24), -torch.inf).triu(1).flip(0)), "mask: each row .* before that of the row above"),
     (dict(mask=cut_mask(24), varlen_starts=STARTS, varlen_ends=ENDS), "mask: must be None with varlen_starts"),
     (dict(varlen_starts=STARTS), "varlen_ends is missing"),
