@@ -149,7 +149,7 @@ def attention_kl(
     if not return_lse:
         return loss
     assert lse_t is not None and lse_s is not None
-    return loss, lse_t, lse_s
+    return loss, lse_t.detach(), lse_s.detach()
 
 
 def _pooled(q_t, k_t, q_s, k_s, return_lse, refused, softcap_s=0.0, link_s="softmax", **options):

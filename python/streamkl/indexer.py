@@ -303,7 +303,7 @@ def _one_pass(operators, tensors, lse_t, row_weight, return_rows, lengths, optio
                 lse_t, lse_s = operators.forward(*tensors, lse_t, BOTH_LSES, *lengths, *options)
             else:
                 (lse_s,) = operators.forward(*tensors, lse_t, lib.LSE_S, *lengths, *options)
-        of_inputs = {"lse_t": lse_t, "lse_s": lse_s}
+        of_inputs = {"lse_t": lse_t.detach(), "lse_s": lse_s}
     *differentiable, indices = tensors
     loss, *made = OnePass.apply(
         *differentiable, (operators, indices, lse_t, lse_s, row_weight, wanted, False, False, lengths, options)

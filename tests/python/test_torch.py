@@ -285,6 +285,15 @@ def test_gradient_of_weights_of_0(module):
         torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], ((kl - mean) / total).detach())
 
 
+def test_no_gradient_flows_through_given_lses():
+    tensors, indexer = make_tensors(), make_indexer()
+    lses = [lse.requires_grad_() for lse in streamkl.attention_kl(*tensors, return_lse=True)[1:]]
+    _, *returned = streamkl.attention_kl(*tensors, lse_t=lses[0], lse_s=lses[1], return_lse=True)
+    lse_t = streamkl.indexer_kl(*indexer, return_rows=True)[1].lse_t.requires_grad_()
+    returned.append(streamkl.indexer_kl(*indexer, lse_t=lse_t, return_rows=True)[1].lse_t)
+    assert not any(lse.requires_grad for lse in returned)
+
+
 class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
