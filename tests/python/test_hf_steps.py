@@ -213,6 +213,19 @@ def test_default_layers_prefer_windows(recwarn):
     assert full.outside[0, 1] > distiller.outside[0, 0]
 
 
+@pytest.mark.parametrize("make, layers", [(gemma2, [0, 1, 0, 1, 0]), (llama4, [0, 0, 0, 0, 1])])
+def test_default_layers_are_those_of_every_length(make, layers):
+    """A batch that is no longer than the window or the chunk has the same layers as a longer one."""
+    teacher, student, ids = make(2), make(5), batch()["input_ids"]
+    found = []
+    with AttentionDistiller(teacher, student) as distiller:
+        for length in 3, 5, 6, 17:
+            student(input_ids=ids[:, :length])
+            found.append(list(distiller.pairs()))
+            distiller.drop()
+    assert found == [list(enumerate(layers))] * 4
+
+
 @pytest.mark.parametrize(
     "count_s, count_t, layers",
     [(3, 6, [1, 3, 5]), (3, 5, [1, 2, 4]), (4, 6, [0, 2, 3, 5]), (4, 4, [0, 1, 2, 3]), (6, 2, [0, 0, 0, 0, 1, 1])],

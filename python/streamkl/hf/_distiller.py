@@ -51,7 +51,7 @@ class AttentionDistiller:
             ``{student: [teacher, ...]}``, or a sequence with one entry per student layer; a mapping may leave layers
             out. A layer is its number among the attention layers (a hybrid model has others), or the name of its
             module, such as ``"model.layers.3"``. Default: evenly spread, ending at the last layer, preferably among
-            layers with the same keys.
+            layers with the same window or chunks.
         head_map: the teacher head of each student head: ``{student: teacher}`` or a sequence with one teacher head
             per student head, in every layer; or such a map per student layer, ``{layer: head_map}``. Default: head
             i to head i, or the mean of ``heads_t / heads_s`` consecutive heads.

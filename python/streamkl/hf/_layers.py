@@ -19,6 +19,7 @@ from ._keys import Keys, Refused, keys_in_window, keys_of_function, keys_of_sequ
 from ._proof import prove, scale_of
 
 Kind = Literal["self", "cross", "encoder"]
+Reach = tuple[str, Any]  # the type of a layer, and the size of its windows or chunks; None: all keys
 
 # The one place that refuses an argument of an attention layer. Support for it replaces its line.
 REFUSALS = {
@@ -52,6 +53,11 @@ class Layer:
     apart: str | None = None  # why the backward cannot carry the KL
     refusal: str | None = None  # why its attention is not modeled
     window: int | None = None  # the sliding window in the whole sequence, of a shard: `keys` are those of the shard alone
+    reach: Reach = ("full_attention", None)  # the same for every batch, however short
+
+    @property
+    def is_local(self) -> bool:
+        return self.reach[1] is not None
 
     @property
     def causal(self) -> bool:
@@ -116,7 +122,7 @@ def early_layer(call: Call, keys: Keys) -> Layer:
 def _layer(call: Call, name: str, kind: Kind, tower: str, keys, counted, refusal, window: int | None = None) -> Layer:
     return Layer(
         name, kind, tower, call.query, call.key, call.value, call.lse, scale_of(call), call.softcap, call.sink, keys, counted,
-        call.has_graph, call.handle, call.apart, refusal, window,
+        call.has_graph, call.handle, call.apart, refusal, window, _reach(call),
     )  # fmt: skip
 
 
@@ -210,6 +216,20 @@ def _window_of_shards(call: Call, ranks: int) -> int | None:
             "a mask, and received none for its shard of the sequence"
         )
     return window
+
+
+# The size that a config has for the layers of a type.
+_SIZES = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+
+
+def _reach(call: Call) -> Reach:
+    """The mask of a batch does not tell the reach: in a short one no window hides a key."""
+    if (window := call.options.get("sliding_window")) is not None:
+        return "sliding_attention", window
+    config, index = getattr(call.module, "config", None), getattr(call.module, "layer_idx", None)
+    types = getattr(config, "layer_types", None) or []
+    kind = types[index] if isinstance(index, int) and index < len(types) else "full_attention"
+    return kind, getattr(config, _SIZES.get(kind, ""), None)
 
 
 def _refuse_features(call: Call) -> None:

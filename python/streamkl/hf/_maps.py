@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any, Literal, Union
 
 import torch
 
 from .._options import Direction, is_whole
-from ._keys import Keys
 from ._layers import Layer
 
 IntMap = Union[Mapping[int, int], Sequence[int]]
@@ -174,20 +172,12 @@ def nearest_layer(layers: Iterable[int], i: int, count_s: int, count_t: int) -> 
 
 
 def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list[int]]:
-    """Evenly spread: the nearest layer with the same keys, or else one that also has a window or not."""
-    widest = max((layer.keys.count for layer in (*teacher, *student) if layer.keys is not None), default=0)
-
-    def is_local(layer: Layer) -> bool:
-        return layer.keys is not None and (layer.keys.count < widest or layer.window is not None)
-
-    same_keys = cache(Keys.equals)  # layers share their keys, and every comparison waits for the GPU
-
-    def has_same_keys(a: Layer, b: Layer) -> bool:
-        return a.keys is not None and b.keys is not None and a.window == b.window and same_keys(a.keys, b.keys)
+    """Evenly spread: the nearest layer of the same reach, or else one that also has a window or chunks, or also has none."""
 
     def of(i: int) -> int:
-        same = [j for j, layer in enumerate(teacher) if has_same_keys(layer, student[i])]
-        alike = [j for j, layer in enumerate(teacher) if is_local(layer) == is_local(student[i])]
+        reach, is_local = student[i].reach, student[i].is_local
+        same = [j for j, layer in enumerate(teacher) if layer.reach == reach]
+        alike = [j for j, layer in enumerate(teacher) if layer.is_local == is_local]
         return nearest_layer(same or alike or range(len(teacher)), i, len(student), len(teacher))
 
     return {i: [of(i)] for i in range(len(student))}
