@@ -7,7 +7,7 @@ import hf_architectures
 import pytest
 import torch
 import transformers
-from hf_models import batch, bert, gemma2, llama, llama4, loss_of
+from hf_models import bart, batch, bert, gemma2, llama, llama4, loss_of
 
 from streamkl.hf import AttentionDistiller, compare
 from streamkl.hf._maps import nearest_layer
@@ -261,6 +261,43 @@ def test_towers(name):
             ValueError, match="has no layers for attention='self', tower='vision'; it has: .*tower='language'"
         ):
             distiller.loss()
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_forward_without_all_layers_is_refused(monkeypatch, skipped):
+    """LayerDrop skips layers while the student trains, and layers are numbered by those that ran."""
+    teacher, student = (hf_architectures.tiny_model("Wav2Vec2Model", seed) for seed in (0, 1))
+    student.config.layerdrop = 0.5
+    chances = iter([torch.tensor(0.1 if i == skipped else 0.9) for i in range(2)])
+    with AttentionDistiller(teacher, student.train()) as distiller:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "rand", lambda *_: next(chances))
+            student(**hf_architectures.inputs_of("none", student))
+        with pytest.raises(ValueError, match=rf"student: the last forward skipped encoder.layers.{skipped}.attention, .* set layerdrop=0"):
+            distiller.loss()
+
+
+def test_other_layers_may_be_skipped():
+    """The decoder is compared whatever layers of the encoder have run."""
+    teacher, student = bart(), bart().train()
+    student.model.encoder.layerdrop = 1.0
+    assert loss_of(teacher, student, batch()) > 0
+
+
+def test_layers_with_and_without_an_image():
+    """Mllama's cross-attention runs only with an image, and its layers are no self-attention."""
+    config = transformers.models.mllama.configuration_mllama.MllamaTextConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        cross_attention_layers=[1], pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4),
+    )  # fmt: skip
+    teacher, student = (transformers.MllamaForCausalLM(config) for _ in range(2))
+    ids = batch()["input_ids"]
+    image = dict(cross_attention_states=torch.randn(3, 5, 32), cross_attention_mask=torch.zeros(3, 1, 17, 5))
+    for attention, inputs, layers in ("self", {}, [0, 2, 3]), ("self", image, [0, 2, 3]), ("cross", image, [1]):
+        with AttentionDistiller(teacher, student, attention=attention) as distiller:
+            student(input_ids=ids, **inputs)
+            assert [int(pair.s.name.split(".")[2]) for pair in distiller.pairs().values()] == layers
+            assert distiller.loss() > 0
 
 
 # ---- Different keys --------------------------------------------------------------------------------------------------

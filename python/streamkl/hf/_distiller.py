@@ -20,7 +20,7 @@ from ._context import active_region, parallel_of, ranks_of
 from ._explain import Explanation, FusedPair
 from ._inputs import check_packing, check_same_input, check_shards, predicts_next_token, run_teacher
 from ._keys import Refused
-from ._layers import Kind, Layer, early_layer, towers_of
+from ._layers import Kind, Layer, early_layer, skipped_layers, towers_of
 from ._pair_proof import prove_pair
 from ._pairs import RELATIONS, Apart, Pair, Relation, RowCache, Sinks
 from ._parameters import reach_everything
@@ -481,6 +481,11 @@ class AttentionDistiller:
             raise ValueError(
                 f"{capture.role}: the last forward of {type(capture.step.module).__name__} has no layers for {asked}; it has: "
                 f"{'; '.join(found) or 'none' + undone}"
+            )
+        if skipped := skipped_layers(capture.model, layers, capture.layers):
+            raise ValueError(
+                f"{capture.role}: the last forward skipped {', '.join(skipped)}, and all layers must run, because they are counted: set "
+                "layerdrop=0 (or encoder_layerdrop, decoder_layerdrop) in the config before the model trains"
             )
         return layers
 

@@ -7,6 +7,7 @@ compared with the output that the layer returned (_proof.py).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -113,6 +114,20 @@ def as_layers(
     return layers
 
 
+_NUMBER = re.compile(r"\d+")
+
+
+def skipped_layers(model: Any, layers: list[Layer], ran: list[Layer]) -> list[str]:
+    """Modules that did not run next to `layers`, which differ from their names by a number alone. `ran` is all that did."""
+    modules, names = dict(model.named_modules()), {layer.name for layer in ran}
+
+    def like(name: str) -> tuple:
+        return _NUMBER.sub("*", name), type(modules.get(name))
+
+    likes = {like(layer.name) for layer in layers}
+    return [name for name in modules if name not in names and like(name) in likes]
+
+
 def early_layer(call: Call, keys: Keys) -> Layer:
     """The self-attention of a call that has not run yet, whose name nobody asks for."""
     _refuse_features(call)
@@ -158,7 +173,8 @@ def _encoder_modules(model: Any) -> set[torch.nn.Module] | None:
 
 def _kind(call: Call, keys: Keys | None, encoder: set[torch.nn.Module] | None) -> Kind:
     if encoder is None:
-        return "cross" if getattr(call.module, "is_cross_attention", False) else "self"
+        is_cross = getattr(call.module, "is_cross_attention", False) or "CrossAttention" in type(call.module).__name__
+        return "cross" if is_cross else "self"
     if call.module in encoder:
         return "encoder"
     if keys is None or keys.len_q == 1:  # the keys do not tell the kind
