@@ -494,6 +494,18 @@ def test_what_is_no_model():
         AttentionDistiller(llama(), 3)
 
 
+def test_data_parallel_is_refused():
+    """Its copies share the hooks of the model, wrapped before or after."""
+    student, message = llama(), "torch.nn.DataParallel runs copies .* start one process per GPU with torchrun"
+    with pytest.raises(TypeError, match=f"student: {message}"):
+        AttentionDistiller(llama(), torch.nn.DataParallel(student))
+    with AttentionDistiller(llama(), student) as distiller:
+        with pytest.raises(RuntimeError, match=f"LlamaForCausalLM: {message}"):
+            student._replicate_for_data_parallel()(**batch())
+        student(**batch())
+        assert distiller.loss() > 0
+
+
 def test_an_implementation_that_changed_meanwhile_stays():
     """detach() gives back only what attach() has replaced; a second one changes nothing."""
     teacher, student = llama(), llama()

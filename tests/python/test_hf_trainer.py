@@ -169,6 +169,15 @@ def test_options_are_checked(tmp_path):
         DistillationTrainer(model=llama(), args=arguments(tmp_path), teacher="some/model")
 
 
+def test_data_parallel_is_refused(tmp_path):
+    """Trainer wraps the model in it where a process sees several GPUs."""
+    args = arguments(tmp_path)
+    assert args.n_gpu == 0
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="args.n_gpu=2: torch.nn.DataParallel runs copies .* torchrun"):
+        DistillationTrainer(model=llama(), args=args, teacher=llama())
+
+
 def test_example(tmp_path, monkeypatch):
     from examples import distill_trainer
 

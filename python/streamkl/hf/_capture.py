@@ -38,6 +38,12 @@ _ids = itertools.count()
 _recorders: weakref.WeakKeyDictionary[torch.nn.Module, Recorder] = weakref.WeakKeyDictionary()
 
 
+NO_DATA_PARALLEL = (
+    "torch.nn.DataParallel runs copies of a model at once, whose attention cannot be told apart: start one process per GPU with "
+    "torchrun, and use DistributedDataParallel"
+)
+
+
 def unwrap(model: Any, role: str) -> PreTrainedModel:
     """The transformers model inside wrappers: DDP, FSDP, torch.compile, peft."""
     inside = model
@@ -48,6 +54,8 @@ def unwrap(model: Any, role: str) -> PreTrainedModel:
             )
         if not isinstance(inside, torch.nn.Module):
             raise TypeError(f"{role}: {type(model).__name__} must be a transformers model")
+        if isinstance(inside, torch.nn.DataParallel):
+            raise TypeError(f"{role}: {NO_DATA_PARALLEL}")
         if hasattr(inside, "get_base_model"):  # peft
             inside = inside.get_base_model()  # type: ignore[operator]
         else:
@@ -275,6 +283,8 @@ class Recorder:
     # ---- Recording -----------------------------------------------------------------------------------------------------
 
     def _begin(self, module, args, kwargs) -> None:
+        if getattr(module, "_is_replica", False):  # of a DataParallel that wraps the model
+            raise RuntimeError(f"{type(module).__name__}: {NO_DATA_PARALLEL}")
         if not self.captures or _is_redirected(args) or (self.step is not None and self.step.module is not module):
             return
         if any(other.step is not None and other.hooks(module) for other in self.others):

@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_pt_utils import find_batch_size
 
-from ._capture import unwrap
+from ._capture import NO_DATA_PARALLEL, unwrap
 from ._distiller import AttentionDistiller
 from ._inputs import predicts_next_token
 
@@ -92,6 +92,8 @@ class DistillationMixin(_Trainer):
         teacher = teacher if teacher is not None else getattr(self, "teacher_model", None)
         if not 0 <= kl_until <= 1:
             raise ValueError(f"kl_until={kl_until!r}: must be 0..1, a share of the steps")
+        if self.args.n_gpu > 1:
+            raise ValueError(f"args.n_gpu={self.args.n_gpu}: {NO_DATA_PARALLEL}, or set CUDA_VISIBLE_DEVICES to one")
         _refuse_fused_losses(self)
         self.kl_weight, self.kl_until, self._distiller_options = kl_weight, kl_until, dict(distiller_options or {})
         if teacher is not None:
