@@ -9,6 +9,7 @@ import pytest
 import torch
 from hf_architectures import inputs_of, tiny_model
 from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama, llama4, loss_of, t5
+from transformers import LlavaForConditionalGeneration
 
 from streamkl import Parallel
 from streamkl.hf import AttentionDistiller
@@ -314,6 +315,19 @@ def test_auto_counts_the_heads_of_the_tower():
     student.config.vision_config.num_attention_heads = 2
     directions = {tower: AttentionDistiller(teacher, student, direction="auto", tower=tower).direction for tower in ("language", "vision")}
     assert directions == dict(language="reverse", vision="forward")
+
+
+def test_maps_are_those_of_the_tower():
+    """The vision tower may have more layers and heads than the text that the model reads."""
+    config = tiny_model("LlavaForConditionalGeneration", 0).config
+    config.vision_config.num_hidden_layers, config.vision_config.num_attention_heads = 4, 8
+    teacher, student = (LlavaForConditionalGeneration(config) for _ in range(2))
+    inputs = inputs_of("none", student)
+    for options in dict(layer_map={2: 3}), dict(head_map={5: 6}):
+        assert loss_of(teacher, student, inputs, tower="vision", **options) > 0
+    for tower in "language", None:
+        with pytest.raises(ValueError, match=r"layer_map\[2\]=3: the student has layers 0..1, the teacher 0..1"):
+            AttentionDistiller(teacher, student, tower=tower, layer_map={2: 3})
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ class AttentionDistiller:
             raise ValueError(f"temperature={temperature!r}: must be a positive number")
         check_choice("sinks", sinks, ("both", "keys only"))
         models = self.teacher.model, self.student.model
-        maps.check_against_configs(self.layer_map, self.head_map, *models, attention)
+        maps.check_against_configs(self.layer_map, self.head_map, *models, tower, attention)
         regroups = relation_heads is not None and "qk" not in relations
         self.direction = maps.direction_of(direction, None in (self.head_map or {}) or regroups, *models, tower, attention)
         self.attention, self.tower, self.relations = attention, tower, tuple(relations)

@@ -69,14 +69,14 @@ def _check(name: str, given, indices: list) -> None:
         raise ValueError(f"{name}={given!r}: must contain numbers from 0 on")
 
 
-def check_against_configs(layers, heads, teacher, student, attention: str = "self") -> None:
+def check_against_configs(layers, heads, teacher, student, tower: str | None = None, attention: str = "self") -> None:
     """Refuses indices that the models do not have, before anything runs, where their configs tell."""
     has_one_stack = not any(model.config.is_encoder_decoder for model in (teacher, student))
-    if layers is not None and has_one_stack and (counts := _counts("num_hidden_layers", teacher, student)):
+    if layers is not None and has_one_stack and (counts := _counts("num_hidden_layers", teacher, student, tower)):
         for i, many in layers.items():
             for j in many:
                 _check_pair(i, j, *(range(count) for count in counts))
-    if counts := _counts("num_attention_heads", teacher, student, None, attention):
+    if counts := _counts("num_attention_heads", teacher, student, tower, attention):
         for heads_of_layer in (heads or {}).values():
             check_heads(heads_of_layer, *counts, "every layer")
 
