@@ -116,6 +116,17 @@ def test_the_kl_ends_early(tmp_path):
     assert trainer.evaluate()["eval_attention_kl"] > 0
 
 
+def test_a_kl_that_ends_needs_another_loss(tmp_path):
+    """It is refused at the first step: after the KL a step would have no gradient."""
+    data = [dict(input_ids=each["input_ids"]) for each in dataset()]
+    trainer = DistillationTrainer(
+        model=llama(), args=arguments(tmp_path, max_steps=4), train_dataset=data, teacher=llama(), kl_until=0.5
+    )
+    with pytest.raises(ValueError, match="kl_until=0.5: needs labels, or another loss"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_trl_runs_the_teacher_once(tmp_path):
     """DistillationTrainer of TRL runs its teacher itself, and the KL shares that forward."""
     pytest.importorskip("trl")

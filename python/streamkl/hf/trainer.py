@@ -210,6 +210,10 @@ class DistillationMixin(_Trainer):
     def _model_loss(self, model, inputs, return_outputs, num_items_in_batch, kwargs) -> tuple[torch.Tensor, Any]:
         """Loss and outputs of the trainer. A plain Trainer refuses inputs without labels: their loss is 0 here."""
         if self._has_no_loss(inputs):
+            if model.training and self.kl_until < 1:
+                raise ValueError(
+                    f"kl_until={self.kl_until:g}: needs labels, or another loss, to train with after the KL"
+                )
             outputs = model(**inputs)
             return torch.zeros((), device=self.args.device), outputs
         answer = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
