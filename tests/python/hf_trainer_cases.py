@@ -147,7 +147,7 @@ def gkd(path, sizes, options):
 
     talks = [[("user", words(i, 2 + i % 3)), ("assistant", words(i + 7, 3 + i % 4))] for i in range(SEQUENCES)]
     data = Dataset.from_list([dict(messages=[dict(role=a, content=b) for a, b in talk]) for talk in talks])
-    config = arguments(path, GKDConfig, max_length=32, max_new_tokens=4, lmbda=0.0, bf16=False, **sizes)
+    config = arguments(path, GKDConfig, max_length=32, max_new_tokens=4, bf16=False, **{"lmbda": 0.0, **sizes})
     return _make(GKDTrainer, config, options, "teacher_model", train_dataset=data, processing_class=make_tokenizer())
 
 

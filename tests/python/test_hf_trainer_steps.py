@@ -37,6 +37,17 @@ def test_trl(tmp_path, name, accumulate):
     check(*run_step(tmp_path, name, accumulate))
 
 
+def test_micro_batches_of_on_policy_gkd_count_the_same(tmp_path):
+    """Also those that GKDTrainer does not replace: the weights of a step add up to 1."""
+    pytest.importorskip("trl")
+    sizes = dict(lmbda=1e-9, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    trainer = TRAINERS["gkd"](tmp_path, sizes, {})
+    share, shares = trainer._share, []
+    trainer._share = lambda *args: shares.append(share(*args)) or shares[-1]
+    trainer.train()
+    assert shares == [0.25] * 4
+
+
 @pytest.mark.parametrize("name", TRAINERS if LONG else ["plain"])
 def test_two_processes(tmp_path, name):
     accumulations = ["1", "2", "8"] if LONG else ["2"]
