@@ -1,13 +1,14 @@
 """DistillationTrainer: logs, evaluation and checkpoints. test_hf_trainer_steps.py has its gradients."""
 
 import copy
+import math
 import re
 
 import hf_architectures
 import pytest
 import torch
 import transformers
-from hf_models import batch, bert, llama
+from hf_models import batch, bert, gemma2, llama
 from hf_trainer_cases import TRAINERS, arguments
 
 from streamkl.hf import AttentionDistiller, DistillationTrainer
@@ -125,6 +126,18 @@ def test_a_kl_that_ends_needs_another_loss(tmp_path):
     with pytest.raises(ValueError, match="kl_until=0.5: needs labels, or another loss"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_a_layer_that_is_left_out_is_logged_as_such(tmp_path):
+    """A window in which nothing is far away has no KL in the log, and the mean is that of the other layer."""
+    trainer = DistillationTrainer(
+        model=gemma2(window=3), args=arguments(tmp_path), train_dataset=dataset(), teacher=gemma2(window=3),
+        distiller_options=dict(row_weight="far:5"),
+    )  # fmt: skip
+    trainer.train()
+    entry = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert math.isnan(entry["attention_kl_layer_0"])
+    assert entry["attention_kl"] == entry["attention_kl_layer_1"] > 0
 
 
 def test_trl_runs_the_teacher_once(tmp_path):

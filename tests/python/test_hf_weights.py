@@ -196,10 +196,22 @@ def test_a_fused_step_has_the_same_gradients():
 def test_nothing_far_away():
     """A mean of nothing is 0, and so is its gradient."""
     student = llama()
-    with pytest.warns(UserWarning, match="row_weight='far:1000': no key of the batch is that far away"):
+    with pytest.warns(UserWarning, match="row_weight='far:1000': no row counts in all student layers, .*: their KL is 0"):
         loss = loss_of(llama(), student, batch(), row_weight="far:1000")
     loss.backward()
     assert loss == 0 and not any(p.grad is not None and p.grad.any() for p in student.parameters())
+
+
+def test_a_window_in_which_nothing_is_far_away():
+    """The layer is left out: a KL of 0 would be a perfect match, and make the mean of the others smaller."""
+    teacher, student = gemma2(window=5), gemma2(window=5)
+    with AttentionDistiller(teacher, student, row_weight=f"far:{FAR}") as distiller:
+        student(**batch(length=LENGTH))
+        with pytest.warns(UserWarning, match=rf"'far:{FAR}': no row counts in student layers \[0\], .*: the mean leaves them out"):
+            found = distiller.loss()
+        assert distiller.last_losses[0].isnan() and distiller.last_losses[1] == distiller.last_loss == found > 0
+        student(**batch(length=LENGTH))
+        assert list(distiller.losses()) == [1]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ class AttentionDistiller:
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out. A layer of weight 0 is not
             compared.
         row_weight: how the rows of a head count in its mean. ``"far:512"``: by the teacher's attention to keys at least 512 tokens
-            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. ``"kl"``: by the KL of their
+            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. The mean leaves out layers without any. ``"kl"``: by the KL of their
             attention, without its gradient, which takes one more forward. Default: all rows count the same.
         head_weight: weight of each student head, in every layer or as ``{student layer: weights}``; 1 where a layer is left
             out.
@@ -190,13 +190,15 @@ class AttentionDistiller:
 
     @property
     def last_losses(self) -> dict[int, torch.Tensor]:
-        """KL of every student layer in the last `loss()`, detached, for logging; NaN if ``fused_values=False`` left it out."""
-        return {i: torch.stack(many).mean() for i, many in self._last.items()}
+        """KL of every student layer in the last `loss()`, detached, for logging; NaN if ``fused_values=False`` left it out, or
+        no row of the layer counts, because ``row_weight="far:..."`` finds nothing that far away."""
+        known = [loss for many in self._last.values() for loss in many]
+        return {i: torch.stack(many).mean() if many else torch.full_like(known[0], torch.nan) for i, many in self._last.items()}
 
     @property
     def last_loss(self) -> torch.Tensor:
         """The value of the last `loss()`, from `last_losses`."""
-        return self._mean_of_layers(self.last_losses)
+        return self._mean_of_layers({i: loss for i, loss in self.last_losses.items() if self._last[i]})
 
     @property
     def carried_layers(self) -> list[int]:
@@ -309,9 +311,16 @@ class AttentionDistiller:
         by_layer: dict[int, list[torch.Tensor]] = {}
         self._last, self._explained, self._teacher_of = {}, Explanation([]), {}
         apart = self._why_apart(parallel, share)
-        counted = {key: pair for key, pair in pairs.items() if self.layer_weight.get(key[0], 1) > 0}
-        for (i, j), pair in (counted or pairs).items():
-            weight = self._weights.of(i, pair, given, self.direction, self.temperature, cache)
+        counted = {key: pair for key, pair in pairs.items() if self.layer_weight.get(key[0], 1) > 0} or pairs
+        weights = {
+            key: self._weights.of(key[0], pair, given, self.direction, self.temperature, cache) for key, pair in counted.items()
+        }
+        without = self._weights.without_rows(weights)
+        for (i, j), pair in counted.items():
+            if (i, j) in without:
+                self._last.setdefault(i, [])
+                continue
+            weight = weights.pop((i, j))
             if not parallel:
                 self._prove_pair((i, j), pair, cache)
             reason = apart

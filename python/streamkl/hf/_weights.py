@@ -44,9 +44,6 @@ class Weights:
         product: Any = 1.0 if found is None else found[:, None]
         whole = cache if cache.share == 1 else RowCache()
         if self.rows == "far":
-            if self.distance >= pair.s.k.shape[2]:
-                warnings.warn(f"AttentionDistiller: row_weight='far:{self.distance}': no key of the batch is that far away: no row counts, "
-                              "and its KL is 0", stacklevel=5)  # fmt: skip
             product = product * far_mass(pair, self.distance, whole)
         elif self.rows == "kl":
             with torch.no_grad():
@@ -60,6 +57,21 @@ class Weights:
                 raise ValueError(f"{pair.where}: head_weight={heads}: the heads of head_map, {list(pair.heads or {})}, have no weight")
             product = product * torch.tensor(chosen, device=pair.s.q.device)[:, None].expand(batch, -1, length)
         return product
+
+    def without_rows(self, weights: Mapping[tuple[int, int], torch.Tensor | None]) -> set[tuple[int, int]]:
+        """The layer pairs, of those with these weights, whose teacher looks at nothing far away, unless all are such."""
+        if self.rows != "far":
+            return set()
+        without = {key for key, weight in weights.items() if weight is not None and not bool(weight.any())}
+        if not without:
+            return without
+        is_all = len(without) == len(weights)
+        where, result = "all student layers", "their KL is 0"
+        if not is_all:
+            where, result = f"student layers {sorted({i for i, _ in without})}", "the mean leaves them out"
+        warnings.warn(f"AttentionDistiller: row_weight='far:{self.distance}': no row counts in {where}, because the teacher attends to "
+                      f"nothing that far away: {result}", stacklevel=5)  # fmt: skip
+        return set() if is_all else without
 
 
 def _checked(asked: Any, weights: Any) -> list[float]:

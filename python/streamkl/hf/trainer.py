@@ -242,7 +242,10 @@ class DistillationMixin(_Trainer):
     def _count_kl(self, training: bool, rows: Any) -> None:
         self._means[training].add("attention_kl", self.distiller.last_loss * rows, rows)
         for i, kl in self.distiller.last_losses.items():
-            self._means[training].add(f"attention_kl_layer_{i}", kl * rows, rows)
+            is_known = ~kl.isnan()  # the distiller left the others out
+            self._means[training].add(
+                f"attention_kl_layer_{i}", torch.where(is_known, kl * rows, 0.0), rows * is_known
+            )
 
     def _share(self, rows: torch.Tensor | None, is_split: bool) -> Any:
         """The factor of a micro-batch's mean KL in the mean over the rows of the step.
