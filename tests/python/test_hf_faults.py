@@ -12,10 +12,10 @@ from hf_models import bart, batch, bert, gemma2, kl_from_attentions, llama, llam
 from transformers import LlavaForConditionalGeneration
 
 from streamkl import Parallel
-from streamkl.hf import AttentionDistiller
+from streamkl.hf import AttentionDistiller, _inputs, _layers
 from streamkl.hf._capture import _configs
 from streamkl.hf._compare import compare_captured
-from streamkl.hf._inputs import check_shards
+from streamkl.hf._inputs import check_shards, device_of
 from streamkl.hf._maps import check_against_configs
 from streamkl.hf._pairs import Pair
 from streamkl.hf._parameters import _tensors
@@ -666,3 +666,48 @@ def test_padding_after_a_cache():
                 model(ids[:, 6:14], attention_mask=mask, past_key_values=cache)
             losses.append(distiller.loss(row_weight=weight))
     torch.testing.assert_close(*losses)
+
+
+# ---- Several devices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places, device, expected", [
+    (None, "cpu", "cpu"), ({"": 0}, "cuda:0", "cuda:0"), ({"model.layers.0": 0, "model.layers.1": 1}, "cuda:0", None),
+    ({"": "disk"}, "meta", None),
+])  # fmt: skip
+def test_the_device_of_a_model(places, device, expected):
+    """accelerate moves the inputs of a model that it has spread or offloaded."""
+    model = SimpleNamespace(hf_device_map=places, device=torch.device(device))
+    assert device_of(model) == (None if expected is None else torch.device(expected))
+
+
+def test_the_teacher_reads_the_inputs_on_its_device(monkeypatch):
+    teacher, student, found = llama(), llama(), []
+
+    def read(module, args, kwargs):
+        found.extend(kwargs[name].device.type for name in ("input_ids", "attention_mask"))
+        raise KeyError("a teacher on another device")
+
+    monkeypatch.setattr(_inputs, "device_of", lambda model: torch.device("meta"))
+    with AttentionDistiller(teacher, student) as distiller:
+        student(**batch())
+        hook = teacher.register_forward_pre_hook(read, with_kwargs=True, prepend=True)
+        with pytest.raises(KeyError, match="a teacher on another device"):
+            distiller.loss()
+        hook.remove()
+    assert found == ["meta", "meta"]
+
+
+def test_keys_are_on_the_device_of_their_layer(monkeypatch):
+    monkeypatch.setattr(_layers, "_read", lambda call, *_: call.query.device.type)
+    read = _layers.KeyReader(None)
+    queries = [torch.zeros(1, 2, 4, 8, device=device) for device in ("cpu", "meta")]
+    calls = [SimpleNamespace(query=q, key=q, mask=None, causal=True, implementation="sdpa") for q in queries]
+    assert [read(call) for call in calls] == ["cpu", "meta"]
+
+
+@pytest.mark.parametrize("weights", [None, {0: 2.0}])
+def test_the_mean_of_layers_on_several_devices(weights):
+    distiller = AttentionDistiller(llama(), llama(), layer_weight=weights)
+    losses = {0: torch.ones((), device="meta"), 1: torch.ones(())}
+    assert distiller._mean_of_layers(losses).device.type == "meta"

@@ -202,6 +202,15 @@ def test_data_parallel_is_refused(tmp_path):
         DistillationTrainer(model=llama(), args=args, teacher=llama())
 
 
+def test_a_teacher_on_several_devices_stays(tmp_path, monkeypatch):
+    teacher, moved = llama(), []
+    monkeypatch.setattr(teacher, "to", lambda device: moved.append(device) or teacher)
+    for places in {"": 0}, {"model.layers.0": 0, "model.layers.1": 1}:
+        teacher.hf_device_map = places
+        DistillationTrainer(model=llama(), args=arguments(tmp_path), teacher=teacher)
+    assert len(moved) == 1
+
+
 def test_example(tmp_path, monkeypatch):
     from examples import distill_trainer
 

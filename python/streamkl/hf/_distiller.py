@@ -286,6 +286,8 @@ class AttentionDistiller:
             raise ValueError(
                 f"layer_weight={self.layer_weight!r}: at least one of the layers {list(losses)} must count"
             )
+        device = next(iter(losses.values())).device
+        losses = {i: loss.to(device) for i, loss in losses.items()}  # the layers of a model may be on several
         if len(set(weights.values())) == 1:
             return torch.stack(list(losses.values())).mean()
         return torch.stack([losses[i] * (weight / total) for i, weight in weights.items()]).sum()

@@ -60,6 +60,8 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
                 f"AttentionDistiller: {name} has changed in place since the student ran, so the teacher would read something else: call "
                 "loss() before the change, or give the student a copy"
             )
+    if (device := device_of(teacher.model)) is not None:
+        kept = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in kept.items()}
     with teacher.running(), torch.no_grad():
         teacher.model.eval()
         module(**kept)
@@ -67,6 +69,12 @@ def run_teacher(teacher: Capture, student: Capture) -> None:
         raise RuntimeError(
             f"AttentionDistiller: the forward of the teacher, {type(module).__name__}, was not captured"
         )
+
+
+def device_of(model: Any) -> torch.device | None:
+    """The device of a model; None: accelerate has spread or offloaded its parameters, and moves the inputs itself."""
+    is_spread = len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+    return None if is_spread or model.device.type == "meta" else model.device
 
 
 def predicts_next_token(model: Any) -> bool:

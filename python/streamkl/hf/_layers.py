@@ -265,7 +265,7 @@ class KeyReader:
         shape, window, bounds = (call.query.shape[0], call.query.shape[2], call.key.shape[2]), None, None
         if "flash" in call.implementation:
             window, bounds = call.options.get("sliding_window"), call.options.get("cu_seq_lens_q")
-        key = (id(call.mask), *shape, call.causal, call.implementation, window, id(bounds))
+        key = (id(call.mask), *shape, call.query.device, call.causal, call.implementation, window, id(bounds))
         if key not in self._known:
             keys = _read(call, window, bounds, *shape)
             keys = keys if call.mask is None else keys.without_padding(self._tokens)

@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import find_batch_size
 
 from ._capture import NO_DATA_PARALLEL, unwrap
 from ._distiller import AttentionDistiller
-from ._inputs import predicts_next_token
+from ._inputs import device_of, predicts_next_token
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -47,11 +47,12 @@ class _Means:
             return {}
         device = next(iter(self.sums.values())).device
         weights = [torch.as_tensor(weight, dtype=torch.float32, device=device) for weight in self.weights.values()]
-        values = torch.stack([torch.stack(list(self.sums.values())), torch.stack(weights)])
-        sums, total = gather(values[None]).sum(0)
+        sums = [each.to(device) for each in self.sums.values()]
+        values = torch.stack([torch.stack(sums), torch.stack(weights)])
+        summed, total = gather(values[None]).sum(0)
         names = [f"{prefix}{name}" for name in self.sums]
         self.sums, self.weights = {}, {}
-        return dict(zip(names, (sums / total).tolist()))
+        return dict(zip(names, (summed / total).tolist()))
 
 
 @dataclass
@@ -96,9 +97,10 @@ class DistillationMixin(_Trainer):
             raise ValueError(f"args.n_gpu={self.args.n_gpu}: {NO_DATA_PARALLEL}, or set CUDA_VISIBLE_DEVICES to one")
         _refuse_fused_losses(self)
         self.kl_weight, self.kl_until, self._distiller_options = kl_weight, kl_until, dict(distiller_options or {})
-        if teacher is not None:
-            unwrap(teacher, "teacher")  # refuses a path, with the call that loads it
-        self._teacher = None if teacher is None else teacher.to(self.args.device)
+        # unwrap() refuses a path, with the call that loads it
+        if teacher is not None and device_of(unwrap(teacher, "teacher")) is not None:
+            teacher = teacher.to(self.args.device)
+        self._teacher = teacher
         self._distiller: AttentionDistiller | None = None
         self._means = {True: _Means(), False: _Means()}  # training has one, and evaluation the other
         self._step_rows: _Step | None = None
@@ -240,8 +242,10 @@ class DistillationMixin(_Trainer):
         return loss
 
     def _count_kl(self, training: bool, rows: Any) -> None:
-        self._means[training].add("attention_kl", self.distiller.last_loss * rows, rows)
+        mean = self.distiller.last_loss
+        self._means[training].add("attention_kl", mean * rows, rows)
         for i, kl in self.distiller.last_losses.items():
+            kl = kl.to(mean.device)
             is_known = ~kl.isnan()  # the distiller left the others out
             self._means[training].add(
                 f"attention_kl_layer_{i}", torch.where(is_known, kl * rows, 0.0), rows * is_known
