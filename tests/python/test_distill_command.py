@@ -717,7 +717,8 @@ def test_a_control_that_diverges_leaves_the_results(folder, capsys, monkeypatch)
     monkeypatch.setattr(loop.Run, "train", diverge)
     assert run(folder, "diverged_control", "--control", needles=0) == 2
     assert "step 2 of 6 diverged: loss nan: use a smaller --rate" in capsys.readouterr().err
-    assert (folder / "diverged_control/student").exists() and (folder / "diverged_control/control/report.html").exists()
+    out = folder / "diverged_control"
+    assert (out / "student").exists() and (out / "control/report.html").exists()
 
 
 def test_a_fault_of_the_program_is_no_mistake_of_the_user(monkeypatch):

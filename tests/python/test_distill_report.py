@@ -123,8 +123,8 @@ def test_needles_of_other_pairs(report):
     result = stored["retrieval"][0] | dict(
         heads=[[0, 2, 1]], missed=1, misses=[dict(head=[0, 2, 1], depth=7, needle=40, row=46, key=2)]
     )
-    blocks = _retrieval({"student": Evaluation(**stored | {"retrieval": [result]})})["blocks"][0]["choices"][0]["blocks"]
-    tables = {block["title"]: block for block in blocks}
+    (section,) = _retrieval({"student": Evaluation(**stored | {"retrieval": [result]})})["blocks"]
+    tables = {block["title"]: block for block in section["choices"][0]["blocks"]}
     assert tables["Retrieval heads"]["rows"] == [["layer 0, head 1", "the mean of heads 2, 3 of teacher layer 2"]]
 
 

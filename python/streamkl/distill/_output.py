@@ -40,9 +40,7 @@ def write_divergence(run: Run, what: str) -> None:
 
 def _write_page(run: Run, evaluations: dict[str, Evaluation], **more: Any) -> None:
     tokens = run.tokens_per_step()
-    report = document(
-        run.options, evaluations, run.history, run.student, run.teacher, tokens_per_step=tokens, **more
-    )
+    report = document(run.options, evaluations, run.history, run.student, run.teacher, tokens_per_step=tokens, **more)
     write_text(run.out / "report.html", page(report))
 
 
