@@ -496,7 +496,8 @@ class AttentionDistiller:
         if skipped := skipped_layers(capture.model, layers, capture.layers):
             raise ValueError(
                 f"{capture.role}: the last forward skipped {', '.join(skipped)}, and all layers must run, because they are counted: set "
-                "layerdrop=0 (or encoder_layerdrop, decoder_layerdrop) in the config before the model trains"
+                "layerdrop=0 (or encoder_layerdrop, decoder_layerdrop) in the config before the model trains, and give each model a config "
+                "of its own, in which num_hidden_layers is that of its layers"
             )
         return layers
 
