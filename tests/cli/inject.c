@@ -3,7 +3,7 @@
  *     STREAMKL_INJECT="CALL NUMBER ACTION"    CALL is a name below, "allocate", or "any" that changes files
  *     STREAMKL_INJECT_MARK=FILE               is created when the call with that number, counted from 1, comes
  *
- * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call) or "interrupt" (SIGINT,
+ * ACTION is an errno, with "+" for all later calls as well; "kill" (SIGKILL before the call) or "interrupt" (SIGTERM,
  * to any thread); for write "short" (all calls take one byte at most); for mmap "truncate" (the file is cut in half
  * after it is mapped) "rewrite" (its last byte changes) or "rewrite_hidden" (and the modification time is restored).
  */
@@ -87,7 +87,7 @@ static bool is_chosen(const char *call, bool changes_files)
     if (action_is("kill"))
         raise(SIGKILL);
     if (action_is("interrupt"))
-        kill(getpid(), SIGINT);
+        kill(getpid(), SIGTERM); /* a shell lets processes in the background ignore SIGINT */
     return true;
 }
 
