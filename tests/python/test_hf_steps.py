@@ -291,11 +291,10 @@ def test_layers_with_and_without_an_image():
         cross_attention_layers=[1], pad_token_id=0, rope_parameters=dict(rope_type="default", rope_theta=1e4),
     )  # fmt: skip
     teacher, student = (transformers.MllamaForCausalLM(config) for _ in range(2))
-    ids = batch()["input_ids"]
     image = dict(cross_attention_states=torch.randn(3, 5, 32), cross_attention_mask=torch.zeros(3, 1, 17, 5))
     for attention, inputs, layers in ("self", {}, [0, 2, 3]), ("self", image, [0, 2, 3]), ("cross", image, [1]):
         with AttentionDistiller(teacher, student, attention=attention) as distiller:
-            student(input_ids=ids, **inputs)
+            student(**batch(), **inputs)
             assert [int(pair.s.name.split(".")[2]) for pair in distiller.pairs().values()] == layers
             assert distiller.loss() > 0
 
