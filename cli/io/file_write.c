@@ -33,7 +33,7 @@ typedef struct new_file {
 
 enum { INTERRUPTS = 3 };
 static const int interrupts[INTERRUPTS] = {SIGINT, SIGTERM, SIGHUP};
-static volatile sig_atomic_t interrupted[INTERRUPTS];
+static volatile sig_atomic_t interrupted[NSIG];
 
 static struct {
     new_file *first, *last;
@@ -235,9 +235,7 @@ static bool create_temporary(new_file *file)
 
 static void remember(int number)
 {
-    for (int n = 0; n < INTERRUPTS; n++)
-        if (interrupts[n] == number)
-            interrupted[n] = 1;
+    interrupted[number] = 1;
 }
 
 /* Holds interrupts back until the commit: otherwise a temporary file could remain. Blocked ones would reach the
@@ -258,7 +256,7 @@ static void deliver_interrupts(void)
     for (int n = 0; n < INTERRUPTS; n++)
         sigaction(interrupts[n], &outputs.before[n], NULL);
     for (int n = 0; n < INTERRUPTS; n++)
-        if (interrupted[n])
+        if (interrupted[interrupts[n]])
             raise(interrupts[n]);
 }
 
