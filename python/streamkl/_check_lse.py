@@ -32,7 +32,7 @@ def check_both_lses(teacher, student, lengths, options) -> None:
 
 
 def check_teacher_lse(teacher, indices, wider, lengths, options, name="lse_t") -> None:
-    """Raises ValueError if the LSE of an indexer's teacher is wrong. `wider`: it may cover more keys, and is then larger."""
+    """Raises ValueError if an LSE of an indexer's teacher is wrong. `wider`: it may cover more keys."""
     _check(name, teacher, options.scale_t, options.softcap_t, lengths, options, indices, wider)
 
 

@@ -273,7 +273,7 @@ class OnePass(torch.autograd.Function):
 
 
 def once_differentiable(function: str, made, *inputs):
-    """The gradients `made` of a backward. Under create_graph=True a second derivative, in any of the `inputs`, is refused."""
+    """The gradients `made` of a backward. Under create_graph=True second derivatives in the `inputs` are refused."""
     return _OnceDifferentiable.apply(function, len(made), *made, *inputs) if torch.is_grad_enabled() else made
 
 

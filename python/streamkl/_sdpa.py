@@ -117,7 +117,7 @@ def fixed_order(q, term):
 
 
 def _in_sequences(tensor, cu_seqlens, other=0.0):
-    """Rows [total, ...] of packed sequences. Those after the last one, which torch's kernels do not write, are `other`."""
+    """Rows [total, ...] of packed sequences. Those after the last one, which torch does not write, are `other`."""
     rows = torch.arange(tensor.shape[0], device=cu_seqlens.device) < cu_seqlens[-1]
     return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), tensor, other)
 

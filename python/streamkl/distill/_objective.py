@@ -26,7 +26,10 @@ class Objective(torch.nn.Module):
     def __init__(
         self, teacher: Any, student: Any, options: Options, weights: dict[str, Any], context_group: Any = None
     ) -> None:
-        """`weights` are options of AttentionDistiller, about rows, heads and layers; `context_group` has the ranks of a sequence."""
+        """`weights` are options of AttentionDistiller, about rows, heads and layers.
+
+        `context_group` has the ranks that share a sequence.
+        """
         super().__init__()
         self.module = student  # the name by which streamkl.hf finds the model inside wrappers
         self._no_split_modules = student._no_split_modules

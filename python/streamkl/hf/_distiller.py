@@ -72,8 +72,9 @@ class AttentionDistiller:
         layer_weight: ``{student layer: weight}`` of each layer in the mean; 1 where it is left out. A layer of weight 0 is not
             compared.
         row_weight: how the rows of a head count in its mean. ``"far:512"``: by the teacher's attention to keys at least 512 tokens
-            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. The mean leaves out layers without any. ``"kl"``: by the KL of their
-            attention, without its gradient, which takes one more forward. Default: all rows count the same.
+            away, without the first 4 of the sequence; ``"far"`` is ``"far:256"``. The mean leaves out layers without any.
+            ``"kl"``: by the KL of their attention, without its gradient, which takes one more forward. Default: all rows count
+            the same.
         head_weight: weight of each student head, in every layer or as ``{student layer: weights}``; 1 where a layer is left
             out.
         rows: ``"all"`` rows that are not padding, or only those that predict a token of the ``labels`` (not -100): that of

@@ -118,7 +118,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def skipped_layers(model: Any, layers: list[Layer], ran: list[Layer]) -> list[str]:
-    """Modules that did not run next to `layers`, which differ from their names by a number alone. `ran` is all that did."""
+    """Modules that did not run, and whose names differ from those of `layers` by numbers alone. `ran` is all that did."""
     modules, names = dict(model.named_modules()), {layer.name for layer in ran}
 
     def like(name: str) -> tuple:

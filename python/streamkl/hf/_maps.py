@@ -172,7 +172,7 @@ def nearest_layer(layers: Iterable[int], i: int, count_s: int, count_t: int) -> 
 
 
 def default_layers(teacher: list[Layer], student: list[Layer]) -> dict[int, list[int]]:
-    """Evenly spread: the nearest layer of the same reach, or else one that also has a window or chunks, or also has none."""
+    """Evenly spread: the nearest layer of the same reach, or else one that also is or is not local."""
 
     def of(i: int) -> int:
         reach, is_local = student[i].reach, student[i].is_local

@@ -114,7 +114,7 @@ def _is_shared(given: dict[str, Any], name: str, found: dict[str, str], heads: i
 
 
 def _local(name: str, tensor: DTensor, splits: list[str], heads: int) -> torch.Tensor:
-    """The local shard. The gradient of what ranks share is a sum over them: of a key head, of sinks, of weights for all heads."""
+    """The local shard. The gradient of what ranks share is a sum over them: key heads, sinks, weights for all heads."""
     grad_placements = []
     for placement, split in zip(tensor.placements, splits):
         expected = {"all": Replicate(), "batch": Shard(0), "heads": Shard(1) if tensor.dim() == 3 else Replicate()}[
